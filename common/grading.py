@@ -1,0 +1,48 @@
+"""Response and answer -> reward. Nothing that a model writes is ever evaluated."""
+
+import re
+
+# A sign before or after the currency, commas between digits, digits on at least one side of the
+# dot. ASCII digits only; U+2212 is the minus that word processors write.
+NUMBER = re.compile(
+    r"(?P<sign>[-+\u2212]?)\s*[$€£]?\s*(?P<sign2>[-+\u2212]?)(?P<digits>\d[\d,]*\.?\d*|\.\d+)",
+    re.ASCII,
+)
+
+
+# Behind a number it makes an expression ("9**9", "1e9", "3/4") whose value is not that number.
+OPERATOR = re.compile(r"\s*(\*\*|[*/^])\s*\d|[eE][-+]?\d", re.ASCII)
+
+
+def extract_number(text: str) -> str | None:
+    """The first number of `text` in one spelling ("$1,234.50 in all" -> "1234.5"), None where there
+    is none or where it begins an expression."""
+    match = NUMBER.search(text)
+    if match is None or OPERATOR.match(text, match.end()):
+        return None
+    whole, _, fraction = match["digits"].replace(",", "").partition(".")
+    number = (whole.lstrip("0") or "0") + ("." + fraction.rstrip("0")).rstrip(".")
+    negative = (match["sign"] or match["sign2"]) in ("-", "\u2212") and number != "0"
+    return "-" + number if negative else number
+
+
+def grade(response: str, answer: str) -> float:
+    """1.0 iff the first number after the response's last "####" equals the answer, else 0.0.
+
+    Numbers are compared as exact decimal strings: no tolerance, no factor of a hundred. A response
+    without the marker, or an answer without a number, never pays.
+    """
+    _, marker, tail = response.rpartition("####")
+    predicted, expected = extract_number(tail) if marker else None, extract_number(answer)
+    return float(predicted is not None and predicted == expected)
+
+
+def grade_all(
+    tokenizer, response_ids: list[list[int]], finished: list[bool], answers: list[str]
+) -> list[float]:
+    """Rewards of responses as ids; one that was cut off at the limit gets 0 whatever it says."""
+    texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    return [
+        grade(text, answer) if done else 0.0
+        for text, done, answer in zip(texts, finished, answers, strict=True)
+    ]

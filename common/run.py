@@ -1,0 +1,426 @@
+"""Processes, batches, the run folder and checkpoints: plumbing that is not an algorithm."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import shutil
+import socket
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from common import UsageError, require
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def set_up_processes() -> tuple[int, int]:
+    """(rank, world size). Without torchrun it fills in the variables of a single process."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        os.environ.update({name: str(value) for name, value in single.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # 15 s for one small function of vLLM
+    os.environ.setdefault("DS_LOG_LEVEL", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of the engines, about each other
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def local_rank() -> int:
+    return int(os.environ["LOCAL_RANK"])
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed for one purpose, e.g. seed_of(seed, iteration, "rollouts", rank)."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
+
+
+def share(items: list) -> list:
+    """This rank's contiguous share; the sizes of the ranks' shares differ by one at most."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return items[len(items) * rank // world_size : len(items) * (rank + 1) // world_size]
+
+
+def gather(items: list) -> list:
+    """The shares of all ranks in order, on every rank."""
+    shares: list = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, items)
+    return [item for part in shares for item in part]
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def check_batch(args, num_responses: int) -> None:
+    """Raises UsageError for numbers that make no batch of `num_responses` responses."""
+    check_at_least_1(
+        args,
+        *("num_prompts", "group_size", "minibatch_size", "num_iterations", "update_epochs"),
+        *("max_response_len", "micro_batch_tokens", "eval_problems", "eval_rounds"),
+        *("save_every", "keep_checkpoints"),
+    )
+    require(
+        num_responses % args.minibatch_size == 0,
+        f"--minibatch-size {args.minibatch_size} does not divide the {num_responses} responses of "
+        f"an iteration (--num-prompts {args.num_prompts} x --group-size {args.group_size})",
+    )
+    require(args.temperature > 0, f"--temperature {args.temperature}: must be above 0")
+    require(
+        args.max_response_len < args.max_model_len,
+        f"--max-response-len {args.max_response_len} leaves no room for a prompt in "
+        f"--max-model-len {args.max_model_len}",
+    )
+
+
+def describe_batch(args, num_problems: int, num_loaded: int) -> str:
+    num_responses = args.num_prompts * args.group_size
+    num_minibatches = num_responses // args.minibatch_size
+    return (
+        f"{args.num_prompts} prompts x {args.group_size} responses = {num_responses} episodes = "
+        f"{num_minibatches} minibatches x {args.update_epochs} epochs = "
+        f"{num_minibatches * args.update_epochs} optimizer steps an iteration, on "
+        f"{dist.get_world_size()} ranks; {num_problems} problems "
+        f"({num_loaded - num_problems} dropped for the length of their prompt)"
+    )
+
+
+def check_at_least_1(args, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        require(value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
+
+
+def draw(num_items: int, start: int, count: int, *seed: int | str) -> list[int]:
+    """Items start ... start + count - 1 of an endless stream of shuffled epochs: no repeats inside
+    an epoch, the same on every rank, and nothing to skip on resume."""
+    indices: list[int] = []
+    while len(indices) < count:
+        epoch, position = divmod(start + len(indices), num_items)
+        order = list(range(num_items))
+        random.Random(seed_of(*seed, epoch, "epoch")).shuffle(order)
+        indices += order[position : position + count - len(indices)]
+    return indices
+
+
+def make_micro_batches(rows: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Rows grouped so that a group, padded to its longest row, holds at most `max_tokens` tokens (a
+    longer row stands alone). Sorted by length, so that padding is small."""
+    batches: list[list[int]] = []
+    for row in sorted(rows, key=lengths.__getitem__):
+        if not batches or (len(batches[-1]) + 1) * lengths[row] > max_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def plan_passes(rows, lengths: list[int], max_tokens: int) -> list[tuple[list[int], float]]:
+    """This rank's micro-batches of `rows`, each with weight 1.0, then as many with weight 0.0 as it
+    takes for every rank to make the same number of passes: collectives wait for all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    by_length = sorted(
+        rows, key=lengths.__getitem__
+    )  # dealt out in turn, so that ranks do like work
+    cuts = [
+        make_micro_batches(by_length[r::world_size], lengths, max_tokens) for r in range(world_size)
+    ]
+    padding = max(map(len, cuts)) - len(cuts[rank])
+    return [(cut, 1.0) for cut in cuts[rank]] + [(by_length[:1], 0.0)] * padding
+
+
+def take(
+    rows: list[int],
+    device: torch.device,
+    input_ids: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    response_mask: torch.Tensor,
+) -> list[torch.Tensor]:
+    """These rows of (B, L), (B,), (B, T) on the device; L is cut to the longest among them."""
+    longest = int((prompt_lens[rows] + response_mask[rows].sum(dim=1)).max())
+    tensors = input_ids[rows, :longest], prompt_lens[rows], response_mask[rows]
+    return [tensor.to(device) for tensor in tensors]
+
+
+def count_padding(passes: list[tuple[list[int], float]], lengths: list[int]) -> int:
+    """Tokens of these passes that are padding, and all of those that weigh nothing."""
+    return sum(
+        max(lengths[row] for row in rows) * len(rows) - weight * sum(lengths[row] for row in rows)
+        for rows, weight in passes
+    )
+
+
+def mean_of(dicts: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each key over the dicts that have it."""
+    names = {name: None for one in dicts for name in one}
+    values = {name: [one[name] for one in dicts if name in one] for name in names}
+    return {name: sum(some) / len(some) for name, some in values.items()}
+
+
+# ---- engines -------------------------------------------------------------------------------------
+
+
+def step(engine, learning_rate: float) -> float:
+    """One optimizer step of a DeepSpeed engine; the norm of its gradients before clipping."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
+    # ZeRO 0 in float32 is the one case in which DeepSpeed does not report the norm.
+    grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads) if grads else 0.0
+    engine.step()
+    return float(engine.get_global_grad_norm() or norm)
+
+
+def discard_gradients(engine) -> None:
+    """Forgets the gradients of the backward passes since the last step, so that it can be skipped.
+
+    DeepSpeed has no call for that: ZeRO 2 keeps reduced gradients in lists of its own, the bf16
+    optimizer of ZeRO 0 keeps them in float32.
+    """
+    engine.zero_grad()
+    for name in ("averaged_gradients", "all_grad_tensors"):
+        getattr(engine.optimizer, name, {}).clear()
+    if hasattr(engine.optimizer, "clear_hp_grads"):
+        engine.optimizer.clear_hp_grads()
+
+
+@torch.no_grad()
+def weight_distance(model: torch.nn.Module, start: torch.nn.Module) -> float:
+    """L2 distance of the weights from those of `start`, relative to the norm of the latter."""
+    pairs = list(zip(model.parameters(), start.parameters(), strict=True))
+    distance = sum((new.float() - old.float()).square().sum() for new, old in pairs)
+    return (distance / sum(old.float().square().sum() for _, old in pairs)).sqrt().item()
+
+
+def check_model(model: str) -> None:
+    """Raises UsageError unless `model` is a checkpoint folder, or the name of one on the hub."""
+    from transformers import AutoConfig, AutoTokenizer  # seconds
+
+    is_hub_name = model.count("/") == 1 and not model.startswith((".", "/", "~", "runs/"))
+    hint = "; `python sft.py` makes it" if model == "runs/sft/hf" else ""
+    require(os.path.isdir(model) or is_hub_name, f"--model {model}: no such folder{hint}")
+    try:
+        AutoConfig.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"--model {model}: not a checkpoint ({reason})") from None
+    require(tokenizer.eos_token_id is not None, f"--model {model}: its tokenizer has no EOS token")
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    require(
+        is_hub_name or any(os.path.exists(os.path.join(model, name)) for name in weights),
+        f"--model {model}: not a checkpoint (no model.safetensors in it)",
+    )
+
+
+# ---- the run folder ------------------------------------------------------------------------------
+
+SHOWN = {
+    **{"rollout/reward": "reward", "loss/sft": "loss", "eval/pass@1": "pass@1"},
+    **{"eval/loss": "eval loss", "adv/undecided": "undecided", "policy/grad_norm": "grad norm"},
+    **{"policy/weight_distance": "weights moved", "policy/sampler_gap": "sampler gap"},
+}
+
+
+class Run:
+    """A folder with args.json, metrics.jsonl, episodes.jsonl, tensorboard/, checkpoints/ and hf,
+    the newest checkpoint in the form that transformers, vLLM and evaluate.py load."""
+
+    def __init__(self, script: str, args):
+        """Checks the folder and writes nothing. Raises UsageError for a folder that holds a run
+        which is not to be resumed, for a resume of nothing, or of a run with other settings."""
+        rank, world_size = set_up_processes()
+        script = os.path.splitext(os.path.basename(script))[0]
+        self.folder = args.output_dir or f"runs/{script}-{args.task}-seed{args.seed}"
+        self.args, self.is_main = args, rank == 0
+        self.settings = {**dataclasses.asdict(args), "script": script, "world_size": world_size}
+        for name in ("resume", "output_dir", "track"):  # these may change when a run goes on
+            del self.settings[name]
+        if not self.is_main:
+            return
+        path = os.path.join(self.folder, "args.json")
+        if args.resume == "no":
+            require(
+                not os.path.exists(path),
+                f"{self.folder} already holds a run: go on with it (--resume auto) or name another "
+                "--output-dir",
+            )
+            return
+        require(os.path.exists(path), f"--resume {args.resume}: no run to resume in {self.folder}")
+        with open(path) as file:
+            saved = json.load(file)
+        changed = [
+            f"{name} was {saved.get(name)!r}, is {self.settings.get(name)!r}"
+            for name in sorted(saved.keys() | self.settings.keys())
+            if saved.get(name) != self.settings.get(name)
+        ]
+        require(
+            not changed,
+            f"--resume {args.resume}: {self.folder} was made with other settings: "
+            + "; ".join(changed),
+        )
+
+    def open(self, engines: dict, total: int) -> int:
+        """Loads the newest checkpoint, if there is one; returns how many of `total` are done."""
+        os.makedirs(os.path.join(self.folder, "checkpoints"), exist_ok=True)
+        done = max(self.checkpoints(), default=0)
+        for name, engine in engines.items() if done else ():
+            path, _ = engine.load_checkpoint(self.path(done), tag=name)
+            require(path, f"{self.path(done)}: no state of {name!r} in it")
+        if self.is_main:
+            with open(os.path.join(self.folder, "args.json"), "w") as file:
+                json.dump(self.settings, file, indent=1)
+            self.keep_lines("metrics.jsonl", done)
+            self.keep_lines("episodes.jsonl", done)
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = os.path.join(self.folder, "tensorboard")
+            self.tensorboard = SummaryWriter(folder, purge_step=done + 1)
+            if self.args.track:
+                import wandb
+
+                wandb.init(project="vineppo-in-a-file", config=self.settings, dir=self.folder)
+        self.bar = tqdm(
+            total=total,
+            initial=done,
+            disable=not self.is_main,
+            mininterval=0.1 if sys.stderr.isatty() else 30,
+        )
+        self.phases: dict[str, float] = {}
+        self.phase_name, self.phase_start = "", time.perf_counter()
+        return done
+
+    def keep_lines(self, name: str, done: int) -> None:
+        """Drops what a killed run wrote after its newest checkpoint, half a line included."""
+        path, lines = os.path.join(self.folder, name), []
+        if os.path.exists(path):
+            with open(path) as file:
+                complete = [line for line in file if line.endswith("\n")]
+            lines = [line for line in complete if json.loads(line)["iteration"] <= done]
+        with open(path + ".tmp", "w") as file:
+            file.writelines(lines)
+        os.replace(path + ".tmp", path)
+
+    def phase(self, name: str) -> None:
+        """From now on time counts for this phase; metrics.jsonl gets the seconds as time/<name>."""
+        now = time.perf_counter()
+        if self.phase_name:
+            key = f"time/{self.phase_name}"
+            self.phases[key] = self.phases.get(key, 0.0) + now - self.phase_start
+        self.phase_name, self.phase_start = name, now
+        self.bar.set_description(name, refresh=sys.stderr.isatty())
+
+    def say(self, text: str) -> None:
+        if self.is_main:
+            tqdm.write(text)
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Ends the phase and appends a line to metrics.jsonl. (The time of a save, which comes
+        after the line that it makes safe, counts in the next line.)"""
+        self.phase("")
+        seconds = sum(self.phases.values())
+        line = {"iteration": iteration, **metrics, **self.phases, "time/iteration": seconds}
+        self.phases = {}
+        if self.is_main:
+            self.append("metrics.jsonl", line)
+            for name, value in line.items():
+                self.tensorboard.add_scalar(name, value, iteration)
+            self.tensorboard.flush()
+            if self.args.track:
+                import wandb
+
+                wandb.log(line, step=iteration)
+        shown = [f"{SHOWN[name]} {line[name]:.3g}" for name in SHOWN if name in line]
+        self.shows_episode = iteration == 1 or "eval/pass@1" in line
+        if "rollout/reward" in line or "eval/loss" in line:
+            self.say(f"{iteration}: {', '.join(shown)}, {seconds:.1f} s")
+        self.bar.set_postfix_str(shown[0], refresh=False)
+        self.bar.update()
+
+    def episode(
+        self,
+        iteration: int,
+        prompt: str,
+        texts: list[str],
+        values: list[float],
+        advantages: list[float],
+        reward: float,
+    ) -> None:
+        """Appends a response, step by step, to episodes.jsonl, and shows one now and then."""
+        if not self.is_main:
+            return
+        steps = [
+            {"text": text, "value": value, "advantage": advantage}
+            for text, value, advantage in zip(texts, values, advantages, strict=True)
+        ]
+        line = {"iteration": iteration, "prompt": prompt, "reward": reward, "steps": steps}
+        self.append("episodes.jsonl", line)
+        if self.shows_episode:
+            rows = [f"  {s['value']:5.2f} {s['advantage']:+9.2f}  {s['text']!r}" for s in steps]
+            self.say("\n".join([f"  {prompt!r}", "  value advantage  step", *rows]))
+            self.say(f"  reward {reward:g}")
+        self.shows_episode = False
+
+    def append(self, name: str, line: dict) -> None:
+        with open(os.path.join(self.folder, name), "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def path(self, iteration: int) -> str:
+        return os.path.join(self.folder, "checkpoints", f"iteration_{iteration:06d}")
+
+    def checkpoints(self) -> list[int]:
+        names = os.listdir(os.path.join(self.folder, "checkpoints"))
+        return sorted(int(name[10:]) for name in names if name.startswith("iteration_"))
+
+    def save(self, iteration: int, engines: dict, model: torch.nn.Module, tokenizer) -> None:
+        """All ranks must call it. Written aside, then renamed: a kill leaves the last good one."""
+        self.phase("save")
+        aside = os.path.join(self.folder, "checkpoints", "unfinished")
+        if self.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+        dist.barrier()
+        for name, engine in engines.items():
+            engine.save_checkpoint(aside, tag=name, save_latest=False)
+        if self.is_main:
+            model.save_pretrained(os.path.join(aside, "hf"))
+            tokenizer.save_pretrained(os.path.join(aside, "hf"))
+            for folder, _, names in os.walk(aside):
+                for name in ["", *names]:
+                    flush_to_disk(os.path.join(folder, name))
+        dist.barrier()
+        if self.is_main:
+            os.replace(aside, self.path(iteration))
+            flush_to_disk(os.path.dirname(aside))
+            link = os.path.join(self.folder, "hf")
+            if os.path.lexists(link + ".tmp"):
+                os.remove(link + ".tmp")
+            target = os.path.join(self.path(iteration), "hf")
+            os.symlink(os.path.relpath(target, self.folder), link + ".tmp")
+            os.replace(link + ".tmp", link)
+            for old in self.checkpoints()[: -self.args.keep_checkpoints]:
+                shutil.rmtree(self.path(old))
+        dist.barrier()
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.is_main:
+            self.tensorboard.close()
+            self.say(f"checkpoint: {os.path.join(self.folder, 'hf')}")
+
+
+def flush_to_disk(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,153 @@
+"""vLLM inside the training process: one engine a rank, weights synced in memory."""
+
+import os
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from common.grading import grade_all
+from common.run import gather, seed_of, share
+
+# The engine runs in this process (its default is a process of its own): it shares our
+# torch.distributed world, our memory and our random generators.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # or every rank binds the same cores
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+class Sample(NamedTuple):
+    ids: list[int]  # EOS included where the model ended on it
+    logprobs: list[float]  # of the ids, temperature 1, no top-p
+    finished: bool  # ended by EOS or a stop string, not cut by max_tokens
+    stopped: bool  # ended by a stop string, whose ids have been cut off
+
+
+class Sampler:
+    def __init__(self, model: str, dtype: str, max_model_len: int, gpu_memory_utilization: float):
+        """`model`: a checkpoint folder; it must be loaded on every rank at the same time."""
+        from vllm import (
+            LLM,
+        )  # here, because it takes seconds and a mistyped flag should not wait for it
+
+        self.on_gpu = torch.cuda.is_available()
+        self.llm = LLM(
+            model,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=1024,
+            max_num_batched_tokens=16_384,
+            distributed_executor_backend="external_launcher",
+            enforce_eager=not self.on_gpu,
+            enable_sleep_mode=self.on_gpu,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=0,
+        )
+        self.tokenizer = self.llm.get_tokenizer()
+
+    def generate(
+        self,
+        prompt_ids: list[list[int]],
+        n: int,
+        temperature: float,
+        top_p: float,
+        max_tokens: list[int],
+        seed: int,
+        stop: str = "",
+        logprobs: bool = False,
+        progress: bool = False,
+    ) -> list[list[Sample]]:
+        """`n` samples for each prompt, at most `max_tokens[i]` tokens each; `seed` decides all of
+        them."""
+        from vllm import SamplingParams, TokensPrompt
+
+        # No seed on the requests: vLLM gives n samples of one the seeds s, s + 1, ..., so
+        # neighbouring requests would share their noise, and on a CPU seeded requests crash the
+        # engine when a prefill is cut.
+        torch.manual_seed(seed)
+        params = [
+            SamplingParams(
+                n=n,
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=limit,
+                stop=[stop] if stop else None,
+                detokenize=bool(stop),
+                logprobs=0 if logprobs else None,
+            )
+            for limit in max_tokens
+        ]
+        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in prompt_ids]
+        requests = self.llm.generate(prompts, params, use_tqdm=progress) if prompts else []
+        return [[self.read(output, stop) for output in request.outputs] for request in requests]
+
+    def read(self, output, stop: str) -> Sample:
+        ids = list(output.token_ids)
+        stopped = bool(stop) and output.stop_reason == stop
+        while stopped and stop in self.tokenizer.decode(ids):
+            ids.pop()
+        logprobs = [
+            position[i].logprob for i, position in zip(ids, output.logprobs or [], strict=False)
+        ]
+        return Sample(ids, logprobs, output.finish_reason == "stop", stopped)
+
+    def sync_weights(self, model: torch.nn.Module) -> None:
+        """Give the engine the weights of `model` (ZeRO 0 to 2: each rank holds all of them)."""
+
+        def weights():
+            yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
+            # named_parameters() has tied weights once; without the second name the head stays old
+            if model.config.tie_word_embeddings:
+                yield "lm_head.weight", model.get_input_embeddings().weight.detach()
+
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+        self.llm.reset_prefix_cache()  # it holds the old policy's keys and values
+
+    def sleep(self) -> None:
+        """Free the GPU memory for training; weights and cache are dropped."""
+        if self.on_gpu:
+            self.llm.sleep(level=2)
+
+    def wake(self, model: torch.nn.Module) -> None:
+        if self.on_gpu:
+            self.llm.wake_up(tags=["weights"])
+        self.sync_weights(model)
+        if self.on_gpu:
+            self.llm.wake_up(tags=["kv_cache"])
+
+
+def evaluate(
+    sampler: Sampler,
+    prompt_ids: list[list[int]],
+    answers: list[str],
+    rounds: int,
+    temperature: float,
+    top_p: float,
+    max_tokens: int,
+    seed: int,
+    stop: str = "",
+    progress: bool = False,
+) -> list[float]:
+    """The share of right responses out of `rounds` for each problem; pass@1 is their mean. Every
+    rank must call it: each samples for its share of the problems."""
+    groups = sampler.generate(
+        share(prompt_ids),
+        n=rounds,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=[max_tokens] * len(share(prompt_ids)),
+        seed=seed_of(seed, "evaluate", dist.get_rank()),
+        stop=stop,
+        progress=progress and dist.get_rank() == 0,
+    )
+    scores = []
+    for group, answer in zip(groups, share(answers), strict=True):
+        rewards = grade_all(
+            sampler.tokenizer,
+            [sample.ids for sample in group],
+            [sample.finished for sample in group],
+            [answer] * rounds,
+        )
+        scores.append(sum(rewards) / rounds)
+    return gather(scores)
