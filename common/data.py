@@ -174,28 +174,30 @@ def load_problems(task: str, split: str, data_dir: str = "") -> list[Problem]:
 
 
 def load_gsm8k(data_dir: str, split: str) -> list[Problem]:
-    """7,100 / 373 / 1,319 problems. Validation is the 373 training problems whose question has the
+    """7,100 / 373 / 1,319 problems. Validation is the 373 training problems whose prompt has the
     smallest SHA-256: the same ones whatever the order of the rows. (The paper's own choice is not
     known.)"""
-    rows = read_jsonl(
-        os.path.join(data_dir, "test.jsonl" if split == "test" else "train.jsonl"),
-        ("question", "answer"),
-    )
-    if split != "test":
-        rows.sort(
-            key=lambda row: hashlib.sha256(" ".join(row["question"].split()).encode()).digest()
-        )
-        rows = rows[:GSM8K_VALIDATION] if split == "validation" else rows[GSM8K_VALIDATION:]
+    path = os.path.join(data_dir, "test.jsonl" if split == "test" else "train.jsonl")
     problems = []
-    for row in rows:
+    for row in read_jsonl(path, ("question", "answer")):
         # "48/2 = <<48/2=24>>24": a model should not learn to write the calculator's notes.
         solution = re.sub(r"<<.*?>>", "", row["answer"], flags=re.DOTALL)
         _, marker, answer = solution.rpartition("####")
-        if not marker:
-            raise UsageError(f"{row['where']}: the answer has no '####' before its number")
+        require(marker, f"{row['where']}: the answer has no '####' before its number")
         prompt = GSM8K_PROMPT.format(question=row["question"].strip())
         problems.append(Problem(prompt, answer.strip(), f"\n{solution}\n"))
-    return problems
+    if split == "test":
+        return problems
+    require(
+        len(problems) > GSM8K_VALIDATION,
+        f"{path}: {len(problems)} problems, of which {GSM8K_VALIDATION} would be for validation",
+    )
+    problems.sort(
+        key=lambda problem: hashlib.sha256(" ".join(problem.prompt.split()).encode()).digest()
+    )
+    if split == "validation":
+        return problems[:GSM8K_VALIDATION]
+    return problems[GSM8K_VALIDATION:]
 
 
 def read_jsonl(path: str, fields: tuple[str, ...]) -> list[dict]:

@@ -1,0 +1,84 @@
+"""Makes .venv with what this machine needs (`make install`).
+
+Runs on any Python 3, so that the wrong one can be told so; uses nothing but the standard library.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+VENV = os.path.join(HERE, ".venv")
+
+
+def stop(message):
+    sys.exit("install: " + message)
+
+
+def check_machine(has_gpu):
+    version = "{}.{}".format(*sys.version_info[:2])
+    if not (3, 11) <= sys.version_info[:2] <= (3, 14):
+        names = ["python3." + str(minor) for minor in (14, 13, 12, 11)]
+        found = [name for name in names if shutil.which(name)]
+        hint = "make PYTHON=" + found[0] + " ..." if found else "install one of " + ", ".join(names)
+        stop("Python " + version + " will not do, the engines take 3.11 to 3.14: " + hint)
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux" or machine not in ("x86_64", "aarch64"):
+        stop(
+            f"vLLM has packages for Linux on x86_64 and aarch64, this is {system} on {machine}: "
+            "use a Linux machine, a virtual machine or, on Windows, WSL 2"
+        )
+    libc, libc_version = platform.libc_ver()
+    if libc != "glibc" or tuple(map(int, libc_version.split("."))) < (2, 28):
+        stop(f"vLLM needs glibc 2.28 or newer, this system has {libc or 'another'} {libc_version}")
+    if not shutil.which(os.environ.get("CXX", "c++")) and not shutil.which("g++"):
+        stop("no C++ compiler: DeepSpeed builds a small module at its first start (install g++)")
+    needed = 16 if has_gpu else 5
+    free = shutil.disk_usage(HERE).free / 2**30
+    if free < needed:
+        stop(f"{free:.1f} GiB free in {HERE}, about {needed} are needed")
+    try:
+        import ensurepip  # noqa: F401
+    except ImportError:
+        stop("this Python cannot make virtual environments (on Debian: apt install python3-venv)")
+
+
+def run(*command, quiet=False):
+    output = subprocess.DEVNULL if quiet else None
+    return subprocess.call(command, cwd=HERE, stdout=output, stderr=output)
+
+
+def main():
+    has_gpu = bool(shutil.which("nvidia-smi")) and run("nvidia-smi", quiet=True) == 0
+    check_machine(has_gpu)
+    import tomllib
+
+    with open(os.path.join(HERE, "pyproject.toml"), "rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+
+    print(
+        "install: Python {}, for {}".format(platform.python_version(), "GPU" if has_gpu else "CPU")
+    )
+    if run(sys.executable, "-m", "venv", VENV) != 0:
+        stop("python -m venv failed, see above")
+    python = os.path.join(VENV, "bin", "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    index = []
+    if not has_gpu:
+        # PyTorch's CPU build is not on PyPI. Where pip's own configuration has it, that is taken.
+        torch = next(one for one in extras["cpu"] if one.startswith("torch=="))
+        if run(*pip, "--dry-run", "--no-deps", torch, quiet=True) != 0:
+            url = os.environ.get("TORCH_CPU_INDEX") or "https://download.pytorch.org/whl/cpu"
+            print(f"install: pip does not know {torch}, taking it from {url}")
+            index = ["--extra-index-url", url]
+    extra = "gpu" if has_gpu else "cpu"
+    if run(*pip, *index, "--editable", f".[{extra},dev]") != 0:
+        stop("pip failed, see above; `make install` tries again")
+    with open(os.path.join(VENV, "installed"), "w"):
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The embedded task, files and prompts."""
+
+import json
+import os
+import re
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from common import UsageError, data
+from common.grading import grade
+
+GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "shared", "data", "gsm8k")
+needs_gsm8k = pytest.mark.skipif(not os.path.isdir(GSM8K), reason="no GSM8K files beside the clone")
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return {split: data.make_chain_problems(split) for split in data.CHAIN_SPLITS}
+
+
+def test_chain_splits_are_disjoint_and_always_the_same(chain):
+    prompts = [problem.prompt for problems in chain.values() for problem in problems]
+    assert len(prompts) == len(set(prompts)) == sum(data.CHAIN_SPLITS.values())
+    assert chain["test"] == data.make_chain_problems("test")
+    # one known problem: another Python or another order of draws would move it
+    assert chain["train"][0].prompt == "7-2+7-8+4-4-3+3-9=?\n" and chain["train"][0].answer == "5"
+
+
+def test_chain_answers_are_true_and_the_demonstrator_slips_as_described(chain):
+    slips, facts = {}, {}
+    for problem in chain["sft"]:
+        expression = problem.prompt.removesuffix("=?\n")
+        digits = [int(d) for d in re.findall(r"\d", expression)]
+        operations = re.findall(r"[+-]", expression)
+        signed = [d if op == "+" else -d for op, d in zip(operations, digits[1:], strict=True)]
+        assert int(problem.answer) == (digits[0] + sum(signed)) % 10
+        lines = problem.solution.split("\n")
+        assert len(lines) == 9 and lines[-1].startswith("#### ")
+        for line in lines[:-1]:
+            first, equation, last = line.split(" ")
+            assert first in data.FILLERS and last in data.FILLERS
+            a, op, b, result = re.fullmatch(r"(\d)([+-])(\d)=(\d)", equation).groups()
+            offset = (int(result) - data.apply_operation(int(a), op, int(b))) % 10
+            facts[a, op, b] = facts.get((a, op, b), 0) + 1
+            if offset:
+                slips.setdefault((a, op, b), []).append(offset)
+    assert len(facts) == 160 and len(slips) == 80
+    for fact, offsets in slips.items():
+        assert len(set(offsets)) == 1 and offsets[0] in (1, 2, 3)
+        assert 0.4 < len(offsets) / facts[fact] < 0.6
+
+
+def test_chain_share_of_right_demonstrations(chain):
+    """About (1 - 1/4)^8 = 0.10, and the slips that cancel."""
+    right = [grade(problem.solution, problem.answer) for problem in chain["sft"]]
+    assert 0.08 < sum(right) / len(right) < 0.2
+
+
+def test_chain_tokenizer_is_lossless(chain):
+    tokenizer = data.make_chain_tokenizer()
+    assert len(tokenizer) == 34
+    for problem in chain["sft"][:500]:
+        for text in (problem.prompt, problem.solution):
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        assert len(tokenizer(problem.prompt)["input_ids"]) == 20
+        assert len(tokenizer(problem.solution)["input_ids"]) == 66
+    import random
+
+    rng = random.Random(0)
+    for _ in range(500):  # anything a model can write, prefixes included
+        ids = [rng.randrange(2, 34) for _ in range(20)]
+        text = tokenizer.decode(ids)
+        assert tokenizer(text)["input_ids"] == ids
+        assert all(text.startswith(tokenizer.decode(ids[:n])) for n in range(20))
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def write(folder, text, name="train.jsonl"):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def test_jsonl_with_bom_crlf_blank_lines_and_line_separators(tmp_path):
+    separator = "\u2028"
+    rows = [{"prompt": f"a{separator}b", "answer": "1"}, {"prompt": "c", "answer": "2"}]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    write(tmp_path, b"\xef\xbb\xbf" + (lines[0] + "\r\n\r\n" + lines[1]).encode())
+    problems = data.load_problems("jsonl", "train", str(tmp_path))
+    assert problems == [(f"a{separator}b", "1", None), ("c", "2", None)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty"),
+        ("\n\n", "empty"),
+        ('{"prompt": "a", "answer": "1"}\n{"prompt": ', "train.jsonl:2: not JSON"),
+        ("[1, 2]\n", "train.jsonl:1: a line must hold an object, found list"),
+        ('{"prompt": "a"}\n', 'train.jsonl:1: "answer" must be a non-empty string, found None'),
+        ('{"prompt": "a", "answer": " "}\n', 'train.jsonl:1: "answer" must be a non-empty string'),
+        ('{"prompt": "a", "answer": 7}\n', 'train.jsonl:1: "answer" must be a non-empty string'),
+        ('{"prompt": "a", "answer": "1", "solution": 1}\n', '"solution" must be a string'),
+        (b"\xff\xfe{", "not UTF-8"),
+    ],
+)
+def test_unusable_files_are_named(tmp_path, text, message):
+    write(tmp_path, text)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        data.load_problems("jsonl", "train", str(tmp_path))
+
+
+def test_sft_file_falls_back_to_train(tmp_path):
+    write(tmp_path, '{"prompt": "a", "answer": "1", "solution": "#### 1"}\n')
+    assert data.load_problems("jsonl", "sft", str(tmp_path))[0].solution == "#### 1"
+    write(tmp_path, '{"prompt": "b", "answer": "1"}\n', "sft.jsonl")
+    assert data.load_problems("jsonl", "sft", str(tmp_path))[0].prompt == "b"
+
+
+@needs_gsm8k
+def test_gsm8k_split(tmp_path):
+    splits = {name: data.load_problems("gsm8k", name, GSM8K) for name in ("train", "validation")}
+    test = data.load_problems("gsm8k", "test", GSM8K)
+    assert (len(splits["train"]), len(splits["validation"]), len(test)) == (7100, 373, 1319)
+    prompts = [{problem.prompt for problem in problems} for problems in (*splits.values(), test)]
+    assert (
+        not prompts[0] & prompts[1] and not prompts[0] & prompts[2] and not prompts[1] & prompts[2]
+    )
+    with open(os.path.join(GSM8K, "train.jsonl"), encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    # another order of rows, and U+2028 written as itself
+    backwards = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in reversed(rows))
+    write(tmp_path, backwards)
+    assert data.load_problems("gsm8k", "validation", str(tmp_path)) == splits["validation"]
+    for problem in splits["train"]:
+        assert "<<" not in problem.solution and grade(problem.solution, problem.answer) == 1
+        assert problem.prompt.startswith("[MATH_TASK] Problem:\n")
+        assert problem.prompt.endswith("\n\nSolution:")
+
+
+def test_gsm8k_without_marker(tmp_path):
+    write(tmp_path, '{"question": "q", "answer": "72"}\n')
+    with pytest.raises(UsageError, match=r"train\.jsonl:1: the answer has no '####'"):
+        data.load_problems("gsm8k", "train", str(tmp_path))
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+
+
+def test_prompts_that_are_too_long_are_dropped_or_refused():
+    tokenizer = data.make_chain_tokenizer()
+    problems = [data.Problem("1+2=?\n", "3", None), data.Problem("1+2+3=?\n", "6", None)]
+    kept, ids = data.encode_prompts(problems, tokenizer, 6)
+    assert kept == problems[:1] and len(ids) == 1 and len(ids[0]) == 6
+    with pytest.raises(UsageError, match="all 2 prompts have more than 5 tokens"):
+        data.encode_prompts(problems, tokenizer, 5)
+
+
+def test_one_bos_where_the_tokenizer_adds_one_and_one_eos_behind_a_solution():
+    vocab = {token: i for i, token in enumerate(["<bos>", "<eos>", "a", "b"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="b"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
+    problem = data.Problem("a b", "1", "b a")
+    assert data.encode_prompts([problem], fast, 9)[1] == [[0, 2, 3]]
+    assert data.encode_solutions([problem], fast, 9) == [([0, 2, 3], [3, 2, 1])]

@@ -1,0 +1,266 @@
+"""Estimators and losses on numbers worked out by hand, and what must hold for any numbers."""
+
+import math
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import evaluate
+import sft
+import vineppo
+from common import run
+
+# ---- advantages ----------------------------------------------------------------------------------
+
+
+def test_step_advantages_by_hand():
+    """Steps of 2, 1 and 2 tokens valued .5, .75, .25 and reward 1; one step valued .5, reward 0."""
+    advantages = vineppo.compute_advantages(
+        rewards=torch.tensor([1.0, 0.0]),
+        step_values=torch.tensor([[0.5, 0.75, 0.25], [0.5, 0.0, 0.0]]),
+        step_index=torch.tensor([[0, 0, 1, 2, 2], [0, 0, 0, 0, 0]]),
+        response_mask=torch.tensor([[1.0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+    )
+    expected = [[0.25, 0.25, -0.5, 0.75, 0.75], [-0.5, -0.5, -0.5, 0, 0]]
+    assert advantages.tolist() == expected
+
+
+def random_steps(seed: int, batch: int = 6, tokens: int = 12):
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randint(0, 2, (batch,), generator=generator).float()
+    lengths = torch.randint(1, tokens + 1, (batch,), generator=generator)
+    lengths[0] = tokens
+    mask = (torch.arange(tokens) < lengths[:, None]).float()
+    starts = (torch.rand(batch, tokens, generator=generator) < 0.3) & mask.bool()
+    starts[:, 0] = False
+    step_index = starts.long().cumsum(dim=1)
+    num_steps = step_index.amax(dim=1) + 1
+    values = torch.rand(batch, int(num_steps.max()), generator=generator)
+    return rewards, values, step_index, mask, starts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_step_advantages_telescope(seed):
+    """Summed over the steps of a response they are R - V(s_0), whatever the values between."""
+    rewards, values, step_index, mask, starts = random_steps(seed)
+    advantages = vineppo.compute_advantages(rewards, values, step_index, mask)
+    first_tokens = starts.float()
+    first_tokens[:, 0] = 1
+    torch.testing.assert_close((advantages * first_tokens).sum(dim=1), rewards - values[:, 0])
+    assert (advantages * (1 - mask) == 0).all()
+
+
+def test_one_step_vineppo_is_rloo():
+    """One step, and the other G - 1 responses as the rollouts of its state: the advantage is
+    G / (G - 1) (R - group mean), leave-one-out. 3 right of 8: +.7143 and -.4286."""
+    rewards = torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 0])
+    others = torch.stack([torch.cat([rewards[:i], rewards[i + 1 :]]) for i in range(8)])
+    zeros, mask = torch.zeros(8, 3, dtype=torch.long), torch.ones(8, 3)
+    values = others.mean(dim=1, keepdim=True)
+    advantages = vineppo.compute_advantages(rewards, values, zeros, mask)
+    torch.testing.assert_close(advantages[:, 0], 8 / 7 * (rewards - rewards.mean()))
+    assert advantages[0, 0].item() == pytest.approx(5 / 7)
+    assert advantages[3, 0].item() == pytest.approx(-3 / 7)
+
+
+def test_whitening():
+    advantages = torch.tensor([[1.0, 3.0, 9.0], [5.0, 0.0, 0.0]])
+    mask = torch.tensor([[1.0, 1, 0], [1, 0, 0]])
+    # 1, 3, 5: mean 3, unbiased variance 4
+    expected = torch.tensor([[-1.0, 0, 0], [1, 0, 0]])
+    torch.testing.assert_close(vineppo.whiten(advantages, mask), expected)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -1 / 3])
+def test_whitening_of_equal_advantages_is_exactly_zero(value):
+    whitened = vineppo.whiten(torch.full((3, 5), value), torch.ones(3, 5))
+    assert (whitened == 0).all()
+
+
+def test_whitening_of_a_single_token():
+    assert vineppo.whiten(torch.tensor([[2.0]]), torch.ones(1, 1)).tolist() == [[0.0]]
+
+
+# ---- policy loss ---------------------------------------------------------------------------------
+
+
+def policy_loss(ratio, advantage, ref=0.0, mask=None, num_tokens=1, num_responses=1, kl_coef=0.0):
+    new = torch.tensor(ratio).log().reshape(1, -1).requires_grad_()
+    mask = torch.ones_like(new) if mask is None else torch.tensor(mask).reshape(1, -1)
+    advantages = torch.tensor(advantage).reshape(1, -1)
+    refs = torch.full_like(new, ref)
+    loss, sums = vineppo.compute_policy_loss(
+        new,
+        torch.zeros_like(new),
+        refs.detach(),
+        advantages,
+        mask,
+        num_tokens,
+        num_responses,
+        clip_coef=0.2,
+        kl_coef=kl_coef,
+    )
+    loss.backward()
+    return loss.item(), new.grad[0], sums
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "has_gradient"),
+    [
+        (1.5, 2.0, -2.4, False),  # good action, already more likely than 1.2: clipped
+        (0.5, 2.0, -1.0, True),  # good action that became less likely: pulled back
+        (1.5, -2.0, 3.0, True),  # bad action that became more likely: pushed down
+        (0.5, -2.0, 1.6, False),  # bad action, already less likely than 0.8: clipped
+        (1.1, 2.0, -2.2, True),
+        (0.9, -2.0, 1.8, True),
+    ],
+)
+def test_clipping_in_all_sign_and_side_cases(ratio, advantage, loss, has_gradient):
+    value, gradient, sums = policy_loss([ratio], [advantage])
+    assert value == pytest.approx(loss, abs=1e-6)
+    # d(-A r)/d logprob = -A r inside, 0 where clipped
+    expected = -advantage * ratio if has_gradient else 0.0
+    assert gradient.item() == pytest.approx(expected, abs=1e-6)
+    assert sums["policy/clip_fraction"] == float(abs(ratio - 1) > 0.2)
+
+
+def test_kl_is_k3_summed_over_tokens():
+    """d = ref - new = log 2 and -log 2: exp(d) - d - 1 = .3069 and .1931."""
+    loss, gradient, sums = policy_loss([1.0, 4.0], [0.0, 0.0], ref=math.log(2), kl_coef=0.1)
+    expected = (2 - math.log(2) - 1) + (0.5 + math.log(2) - 1)
+    assert sums["policy/kl"].item() == pytest.approx(expected, abs=1e-6)
+    assert loss == pytest.approx(0.1 * expected, abs=1e-6)  # num_responses 1: no mean over tokens
+    torch.testing.assert_close(gradient, 0.1 * torch.tensor([1 - 2, 1 - 0.5]))  # 1 - exp(d)
+
+
+@pytest.mark.parametrize("ref", [4.0, 100.0, -100.0])
+def test_kl_is_clamped_without_nan(ref):
+    loss, gradient, sums = policy_loss([1.0], [0.0], ref=ref, kl_coef=1.0)
+    assert loss == 10 and gradient.item() == 0 and sums["policy/kl_clamped"] == 1
+
+
+def test_padding_carries_no_loss_and_no_gradient():
+    loss, gradient, sums = policy_loss([1.1, 3.0], [1.0, 5.0], ref=1.0, mask=[1.0, 0], kl_coef=1)
+    alone, gradient_alone, sums_alone = policy_loss([1.1], [1.0], ref=1.0, kl_coef=1)
+    assert loss == alone and gradient[0] == gradient_alone[0] and gradient[1] == 0
+    assert sums == sums_alone
+
+
+def test_learning_rate():
+    rates = [vineppo.learning_rate_at(u, 100, 1.0, 0.03) for u in range(100)]
+    assert rates[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert rates[-1] == pytest.approx(1 / 97)  # and 0 at the step after the last
+    assert vineppo.learning_rate_at(0, 1, 1.0, 0.03) == 1.0
+
+
+# ---- log-probs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["untied llama", "tied llama", "gpt2"])
+def model(request):
+    torch.manual_seed(0)
+    if request.param == "gpt2":  # absolute positions: a shift would show
+        return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2)).eval()
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=request.param.startswith("tied"),
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def reference_logprobs(model, prompt, response, temperature):
+    """Token by token, from the model's own logits."""
+    logits = model(torch.tensor([prompt + response])).logits[0].float() / temperature
+    rows = torch.log_softmax(logits, dim=-1)
+    return torch.stack([rows[len(prompt) - 1 + t, token] for t, token in enumerate(response)])
+
+
+def test_logprobs_of_each_row_alone_and_padded(model, monkeypatch):
+    """Every response token carries its own log-prob: the first, the EOS that equals the padding
+    (0), in rows of unlike lengths; and the gradient is that of the plain formula."""
+    rows = [([5, 6, 7], [8, 9, 0]), ([5], [0]), ([3, 4], [1, 2, 3, 4, 5, 0])]
+    input_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(p + r) for p, r in rows], True)
+    prompt_lens = torch.tensor([len(p) for p, _ in rows])
+    mask = (torch.arange(6) < torch.tensor([[3], [1], [6]])).float()
+    logprobs = vineppo.compute_logprobs(model, input_ids, prompt_lens, mask, 0.6)
+    logprobs.sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    references = [reference_logprobs(model, p, r, 0.6) for p, r in rows]
+    for row, reference in enumerate(references):
+        torch.testing.assert_close(logprobs[row, : len(reference)], reference, atol=1e-5, rtol=1e-5)
+    assert (logprobs * (1 - mask) == 0).all()
+    torch.cat(references).sum().backward()
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, atol=1e-5, rtol=1e-4)
+    model.zero_grad()
+
+
+def test_logprobs_in_many_chunks(model):
+    """More response tokens than one chunk holds."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 50, (30, 100), generator=generator)
+    mask, lens = torch.ones(30, 90), torch.full((30,), 10)
+    with torch.no_grad():
+        logprobs = vineppo.compute_logprobs(model, ids, lens, mask, 1.0)
+        expected = reference_logprobs(model, ids[7, :10].tolist(), ids[7, 10:].tolist(), 1.0)
+    torch.testing.assert_close(logprobs[7], expected, atol=1e-5, rtol=1e-5)
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def test_draw_has_no_repeats_inside_an_epoch_and_needs_no_skipping():
+    whole = run.draw(10, 0, 25, 1)
+    assert sorted(whole[:10]) == sorted(whole[10:20]) == list(range(10))
+    assert whole[:10] != whole[10:20]
+    assert [*run.draw(10, 0, 7, 1), *run.draw(10, 7, 8, 1), *run.draw(10, 15, 10, 1)] == whole
+    assert run.draw(10, 0, 25, 2) != whole
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget():
+    lengths = [5, 90, 17, 33, 64, 5, 41, 200]
+    batches = run.make_micro_batches(range(8), lengths, 100)
+    assert sorted(row for rows in batches for row in rows) == list(range(8))
+    for rows in batches:
+        assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= 100
+    assert batches[-1] == [7]  # longer than the budget: alone
+
+
+def test_seeds_of_purposes_and_ranks_differ():
+    seeds = {
+        run.seed_of(seed, iteration, purpose, rank)
+        for seed in (1, 2)
+        for iteration in range(10)
+        for purpose in ("sample", "rollouts")
+        for rank in range(8)
+    }
+    assert len(seeds) == 320 and max(seeds) < 2**63
+
+
+def test_mean_of_ignores_what_is_missing():
+    assert run.mean_of([{"a": 1.0, "b": 2.0}, {"a": 3.0}]) == {"a": 2.0, "b": 2.0}
+
+
+def test_shared_text_of_sft_is_that_of_vineppo():
+    import inspect
+
+    for name in ("compute_logprobs", "learning_rate_at"):
+        assert inspect.getsource(getattr(sft, name)) == inspect.getsource(getattr(vineppo, name))
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+def test_bootstrap_interval_is_about_two_standard_errors():
+    scores = [0.0] * 300 + [1.0] * 100
+    low, high = evaluate.bootstrap_interval(scores, seed=0)
+    error = math.sqrt(0.25 * 0.75 / 400)
+    assert low == pytest.approx(0.25 - 1.96 * error, abs=0.005)
+    assert high == pytest.approx(0.25 + 1.96 * error, abs=0.005)
+    assert evaluate.bootstrap_interval([1.0, 1.0], seed=0) == (1.0, 1.0)

@@ -1,0 +1,126 @@
+"""Step rules on text, and their boundaries on tokens."""
+
+import json
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from common import data, steps
+
+
+def split(rule, text):
+    ends = steps.RULES[rule](text)
+    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("line", ["so 2-3=9 then\n", "ok 9+8=7 now\n", "#### 7"]),
+        ("line", ["\n\nA=1\n", "B=2\n", "#### 3\n"]),
+        ("line", ["A=1\n", "\n", "B=2"]),
+        ("line", ["one line"]),
+        ("line", ["\n\n\n"]),
+        ("line", [""]),
+        ("line", ["a\u2028b\r\n", "c"]),
+        ("gsm8k", ["\nTom has 12.\n", "He eats 2, leaving 10.\n#### 10\n"]),
+        ("gsm8k", ["\nA=1\n", "\n", "B=2\n#### 3"]),
+        ("gsm8k", ["\nA=1\n", "B=2\n", "####3\n"]),  # no space: not the answer's form
+        ("gsm8k", ["\n#### 5\n"]),
+        ("gsm8k", ["\nOne line only"]),
+        ("gsm8k", ["\nA=1\n#### 3\n#### 4\n"]),
+        ("gsm8k", ["A=1\n", "B=2\n\n#### 3\n\nmore"]),
+        ("gsm8k", ["#### 3"]),
+        ("gsm8k", [""]),
+    ],
+)
+def test_rules(rule, expected):
+    assert split(rule, "".join(expected)) == expected
+
+
+@pytest.mark.parametrize("rule", steps.RULES)
+def test_rules_are_lossless_on_anything(rule):
+    rng = random.Random(0)
+    for _ in range(3000):
+        text = "".join(rng.choice("\n\n#### a1.\r\u2028é😀") for _ in range(rng.randrange(30)))
+        parts = split(rule, text)
+        assert "".join(parts) == text and (all(parts) or text == "")
+
+
+def make_bpe(kind):
+    """A small BPE whose merges cross lines, byte-level or as in SentencePiece (▁ for spaces,
+    unknown characters as bytes)."""
+    lines = ["He has 3 apples.\nShe has 4.\n#### 7\n\n", "Löwe 🦁 isst\nµ = 2\n"] * 50
+    special = ["<eos>"]
+    if kind == "byte":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<eos>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        tokenizer.decoder = decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
+        alphabet = []
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    saved = json.loads(tokenizer.to_str())  # bytes are ordinary tokens, as in SentencePiece
+    saved["added_tokens"] = [t for t in saved["added_tokens"] if t["content"] == "<eos>"]
+    tokenizer = Tokenizer.from_str(json.dumps(saved))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
+
+
+@pytest.fixture(scope="module", params=["byte", "sentencepiece", "chain"])
+def tokenizer(request):
+    return data.make_chain_tokenizer() if request.param == "chain" else make_bpe(request.param)
+
+
+def test_boundaries_are_where_the_text_says_on_tokens(tokenizer):
+    text = "so 2-3=9 then\nok 9+8=7 now\n#### 7"
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    ends, moved = steps.split_steps(ids, tokenizer, "line")
+    assert ends[-1] == len(ids)
+    texts = steps.step_texts(ids, ends, tokenizer)
+    assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert len(texts) == 3 and moved == 0
+    assert texts[0].endswith("then\n") and texts[1].endswith("now\n")
+
+
+def test_tokens_that_straddle_a_boundary_move_it():
+    """A token "\\nb" holds the end of one step and the start of the next: the boundary moves behind
+    it; where that leaves nothing, the step vanishes."""
+    vocab = {token: i for i, token in enumerate(["a", "\n", "\nb", "\n\n", "c", "<eos>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    # "a\nbc": one boundary, after "\n", inside token 2
+    assert steps.split_steps([0, 2, 4, 5], fast, "line") == ([2, 4], 1)
+    # "a\n\nc": boundaries after each newline, both inside or at the end of token 3
+    assert steps.split_steps([0, 3, 4], fast, "line") == ([2, 3], 1)
+    # the boundary moves to the end of the response: no step is empty
+    assert steps.split_steps([0, 2], fast, "line") == ([2], 1)
+    assert steps.split_steps([5], fast, "line") == ([1], 0)
+
+
+def test_random_ids_never_raise_and_no_step_is_empty(tokenizer):
+    """Half characters, lone bytes, special tokens in the middle: what a model can sample."""
+    rng = random.Random(0)
+    for _ in range(300):
+        ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(1, 40))]
+        for rule in steps.RULES:
+            ends, _ = steps.split_steps(ids, tokenizer, rule)
+            assert ends == sorted(set(ends)) and ends[0] > 0 and ends[-1] == len(ids)
