@@ -117,7 +117,7 @@ class Args:
     norm_adv: bool = True
     """whiten the advantages over all response tokens of the iteration"""
 
-    def __post_init__(self):
+    def check(self) -> None:
         require(self.k >= 1, f"--k {self.k}: a value needs at least one rollout")
         require(self.max_steps_valued >= 0, f"--max-steps-valued {self.max_steps_valued}: below 0")
 
@@ -229,6 +229,7 @@ def main(args: Args) -> None:
     rank, world_size = run.set_up_processes()
     num_responses = args.num_prompts * args.group_size  # B
     run.check_batch(args, num_responses)
+    args.check()
     problems = data.load_problems(args.task, "train", args.data_dir)
     eval_problems = (
         data.load_problems(args.task, "validation", args.data_dir) if args.eval_every else []

@@ -78,7 +78,10 @@ def check_batch(args, num_responses: int) -> None:
         f"--minibatch-size {args.minibatch_size} does not divide the {num_responses} responses of "
         f"an iteration (--num-prompts {args.num_prompts} x --group-size {args.group_size})",
     )
-    require(args.temperature > 0, f"--temperature {args.temperature}: must be above 0")
+    require(
+        0 < args.temperature <= 2, f"--temperature {args.temperature}: vLLM takes 0 to 2, we not 0"
+    )
+    require(0 < args.top_p <= 1, f"--top-p {args.top_p}: must be above 0 and at most 1")
     require(
         args.max_response_len < args.max_model_len,
         f"--max-response-len {args.max_response_len} leaves no room for a prompt in "

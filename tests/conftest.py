@@ -1,0 +1,52 @@
+"""What the tests share: one short SFT checkpoint, and commands as users type them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BIN = os.path.dirname(sys.executable)
+
+# An iteration of about a second: 4 x 4 responses, minibatches of 8, 3 rollouts a state.
+SMALL = ["--num-prompts", "4", "--group-size", "4", "--minibatch-size", "8", "--k", "3"]
+SMALL += ["--eval-problems", "10", "--eval-rounds", "2", "--eval-every", "2"]
+
+
+def command(*arguments: str, ranks: int = 1) -> list[str]:
+    """`python ...` for one rank, `torchrun ... ` for more; "-m name" is a module."""
+    if ranks == 1:
+        return [sys.executable, *arguments]
+    return [f"{BIN}/torchrun", "--standalone", "--nproc-per-node", str(ranks), *arguments]
+
+
+def call(*arguments: str, ranks: int = 1, fails: bool = False) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "2" if ranks == 1 else "1"}
+    result = subprocess.run(
+        command(*arguments, ranks=ranks), cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (result.returncode != 0) == fails, result.stdout[-3000:] + result.stderr[-6000:]
+    return result
+
+
+def read_jsonl(path) -> list[dict]:
+    with open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+def timeless(path) -> list[dict]:
+    """metrics.jsonl without its timings."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith("time/")}
+        for line in read_jsonl(path)
+    ]
+
+
+@pytest.fixture(scope="session")
+def sft_model(tmp_path_factory) -> str:
+    """A third of the default SFT: enough for some rewards, in half a minute."""
+    folder = tmp_path_factory.mktemp("sft")
+    call("sft.py", "--num-epochs", "0.24", "--output-dir", str(folder))
+    return str(folder / "hf")

@@ -1,0 +1,232 @@
+"""The scripts with their real engines: runs, kills and resumes, ranks, sampler and trainer."""
+
+import filecmp
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from common import data, run
+from tests.conftest import ROOT, SMALL, call, command, read_jsonl, timeless
+
+FAST = [*SMALL, "--num-iterations", "4", "--save-every", "2"]
+
+
+@pytest.fixture(scope="module")
+def finished(sft_model, tmp_path_factory):
+    """An uninterrupted run on one rank."""
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    result = call("vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder))
+    return folder, result
+
+
+def test_a_run_leaves_what_it_should(finished, sft_model):
+    folder, result = finished
+    lines = read_jsonl(folder / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
+    assert (
+        "4 prompts x 4 responses = 16 episodes = 2 minibatches x 2 epochs = 4 optimizer steps"
+        in (result.stdout)
+    )
+    for line in lines:
+        assert 0 < line["policy/sampler_gap"] < 1e-4
+        assert 0 < line["policy/grad_norm"] < 100 and line["policy/skipped"] == 0
+        assert 0 <= line["rollout/reward"] <= 1 and 0 <= line["adv/value"] <= 1
+        assert line["rollout/unfinished"] < 1 and line["tokens/rollouts"] > line["tokens/sample"]
+        assert {"time/sample", "time/rollouts", "time/update", "time/sync"} <= line.keys()
+    assert ["eval/pass@1" in line for line in lines] == [False, True, False, True]
+    distances = [line["policy/weight_distance"] for line in lines]
+    assert 0 < distances[0] < distances[-1]
+    names = sorted(os.listdir(folder / "checkpoints"))
+    assert names == ["iteration_000002", "iteration_000004"]
+    assert os.path.realpath(folder / "hf").endswith("iteration_000004/hf")
+    assert not filecmp.cmp(f"{sft_model}/model.safetensors", folder / "hf/model.safetensors", False)
+    assert os.listdir(folder / "tensorboard")
+
+
+def test_episodes_are_readable_and_their_credit_adds_up(finished):
+    folder, result = finished
+    for episode in read_jsonl(folder / "episodes.jsonl"):
+        steps = episode["steps"]
+        total = sum(step["advantage"] for step in steps)
+        assert total == pytest.approx(episode["reward"] - steps[0]["value"], abs=1e-5)
+        assert all(step["text"].endswith("\n") for step in steps[:-1])
+        assert all(step["value"] * 3 == pytest.approx(round(step["value"] * 3)) for step in steps)
+    assert "value advantage  step" in result.stdout
+
+
+def test_killed_in_its_third_iteration_it_resumes_bit_for_bit(finished, sft_model, tmp_path):
+    check_kill_and_resume(finished[0], sft_model, tmp_path / "killed", ranks=1)
+
+
+def check_kill_and_resume(whole, sft_model, folder, ranks):
+    arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
+    process = subprocess.Popen(
+        command(*arguments, ranks=ranks),
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2" if ranks == 1 else "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.time() + 120
+    while not os.path.exists(folder / "checkpoints/iteration_000002"):
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 2  # the third iteration was not over
+    call(*arguments, "--resume", "auto", ranks=ranks)
+    assert timeless(folder / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
+    assert read_jsonl(folder / "episodes.jsonl") == read_jsonl(whole / "episodes.jsonl")
+    weights = "hf/model.safetensors"
+    assert filecmp.cmp(folder / weights, whole / weights, shallow=False)
+
+
+def test_resume_with_other_settings_names_them(finished, sft_model):
+    folder, _ = finished
+    arguments = [*FAST, "--model", sft_model, "--output-dir", str(folder), "--resume", "auto"]
+    result = call("vineppo.py", *arguments, "--clip-coef", "0.1", fails=True)
+    assert "other settings: clip_coef was 0.2, is 0.1" in result.stderr
+
+
+def test_two_ranks_with_nine_rollouts_draw_the_same_prompts(finished, sft_model, tmp_path):
+    folder = tmp_path / "two"
+    arguments = ["--model", sft_model, "--output-dir", str(folder), "--num-prompts", "4"]
+    arguments += ["--group-size", "4", "--minibatch-size", "8", "--eval-problems", "10"]
+    call("vineppo.py", "--k", "9", "--num-iterations", "2", *arguments, ranks=2)
+    assert all(line["policy/sampler_gap"] < 1e-4 for line in read_jsonl(folder / "metrics.jsonl"))
+    prompts = [
+        [line["prompt"] for line in read_jsonl(path / "episodes.jsonl") if line["iteration"] <= 2]
+        for path in (folder, finished[0])
+    ]
+    assert prompts[0] == prompts[1] and len(set(prompts[0])) == 8
+
+
+def test_evaluate_gives_an_interval_on_any_number_of_ranks(finished, tmp_path):
+    folder, _ = finished
+    output = tmp_path / "result.json"
+    arguments = ["--num-problems", "31", "--rounds", "4", "--output", str(output)]
+    result = call("evaluate.py", "--model", str(folder / "hf"), *arguments, ranks=2)
+    saved = json.loads(output.read_text())
+    assert len(saved["scores"]) == 31 and set(saved["scores"]) <= {0, 0.25, 0.5, 0.75, 1}
+    assert saved["pass@1"] == pytest.approx(sum(saved["scores"]) / 31)
+    assert saved["interval"][0] <= saved["pass@1"] <= saved["interval"][1]
+    assert f"pass@1 (test, 31 problems, 4 rounds): {saved['pass@1']:.3f}" in result.stdout
+
+
+# ---- the same recorded episodes, cut and dealt out in several ways -------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded(sft_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replay")
+    arguments = ["--file", f"{folder}/episodes", "--model", sft_model]
+    call("-m", "tests.replay", "--record", *arguments, "--output", f"{folder}/recorded")
+    return folder, arguments
+
+
+def replay(recorded, name, ranks, *options):
+    folder, arguments = recorded
+    call("-m", "tests.replay", *arguments, "--output", f"{folder}/{name}", *options, ranks=ranks)
+    return torch.load(folder / name), timeless(folder / f"{name}.run/metrics.jsonl")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"),
+    [
+        ("small", 1, ["--micro-batch-tokens", "200"]),
+        ("two_ranks", 2, ["--micro-batch-tokens", "250"]),
+        ("two_ranks_zero_2", 2, ["--micro-batch-tokens", "250", "--zero-stage", "2"]),
+    ],
+)
+def test_gradients_do_not_depend_on_ranks_or_micro_batches(recorded, name, ranks, options):
+    steps, metrics = replay(recorded, name, ranks, *options)
+    whole = torch.load(recorded[0] / "recorded")
+    expected = timeless(recorded[0] / "recorded.run/metrics.jsonl")[0]
+    assert len(steps) == len(whole) == 4
+    for number, (one, other) in enumerate(zip(steps, whole, strict=True)):
+        # float noise, which Adam's division makes larger from step to step
+        tolerance = 1e-5 if number == 0 else 1e-3
+        assert one["norm"] == pytest.approx(other["norm"], rel=tolerance)
+        for weight, gradient in one["grads"].items():  # ZeRO 2 keeps them elsewhere
+            difference = (gradient - other["grads"][weight]).norm()
+            assert difference <= tolerance * other["grads"][weight].norm(), weight
+        for weight, value in one["weights"].items():
+            assert (value - other["weights"][weight]).abs().max() < 1e-4, weight
+    for key, value in expected.items():
+        if key not in ("tokens/padding", "policy/sampler_gap"):
+            assert metrics[key] == pytest.approx(value, rel=1e-3, abs=1e-6), key
+    assert 0 < expected["rollout/unfinished"] < 1  # ragged, cut at the limit and not
+
+
+def test_an_exploded_minibatch_is_skipped_and_counted(recorded):
+    """The second minibatch's ratio is made to look like an explosion: three steps, not four."""
+    steps, metrics = replay(recorded, "guard", 1, "--guard")
+    whole = torch.load(recorded[0] / "recorded")
+    assert len(steps) == 3 and metrics["policy/skipped"] == 0.25
+    assert steps[0]["norm"] == whole[0]["norm"] and steps[1]["norm"] != whole[2]["norm"]
+
+
+def tiny_engine(zero_stage: int, dtype: str):
+    run.set_up_processes()
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(data.make_chain_model_config(data.make_chain_tokenizer()))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": zero_stage},
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    parameters = model.parameters()
+    return deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_discarded_gradients_leave_nothing_behind(zero_stage, dtype):
+    def backward(engine, token, is_last):
+        engine.set_gradient_accumulation_boundary(is_last)
+        engine.backward(engine(torch.full((2, 9), token)).logits.float().square().mean())
+
+    outcomes = []
+    for discards in (True, False):
+        engine = tiny_engine(zero_stage, dtype)
+        if discards:
+            backward(engine, 5, False)
+            backward(engine, 6, True)
+            run.discard_gradients(engine)
+        norms = []
+        for token in (7, 8):
+            backward(engine, token, False)
+            backward(engine, token + 1, True)
+            norms.append(run.step(engine, 1e-3))
+        outcomes.append((norms, [p.detach().clone() for p in engine.module.parameters()]))
+    assert outcomes[0][0] == outcomes[1][0] and outcomes[0][0][0] > 0
+    assert all(torch.equal(*pair) for pair in zip(outcomes[0][1], outcomes[1][1], strict=True))
+
+
+# ---- sampler and trainer -------------------------------------------------------------------------
+
+
+def check_parity(*options, ranks=2, limit=1e-4):
+    result = call("-m", "tests.parity", *options, ranks=ranks)
+    found = json.loads(next(line for line in result.stdout.splitlines() if line[:1] == "{"))
+    assert found["start"] < limit and all(gap < limit for gap in found["synced"]), found
+    assert all(gap > 0.01 for gap in found["stale"]), found  # the measure can tell
+    assert all(0 < norm < 1000 for norm in found["grad_norm"]), found
+    assert found["reproducible"] and found["distinct"] and found["empty"] == []
+
+
+@pytest.mark.parametrize("options", [["--tied"], ["--no-tied", "--zero-stage", "2"]])
+def test_sampler_and_trainer_agree_before_and_after_updates(options):
+    check_parity(*options)
