@@ -1,0 +1,29 @@
+"""install.py on machines that will not do. (The installation itself is a long trial: test_soak.py.)"""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("sys.version_info", "(3, 10, 1)", "Python 3.10 will not do, the engines take 3.11 to"),
+        (
+            "platform.system",
+            "lambda: 'Darwin'",
+            "vLLM has packages for Linux on x86_64 and aarch64",
+        ),
+        ("platform.libc_ver", "lambda: ('glibc', '2.27')", "vLLM needs glibc 2.28 or newer"),
+        ("shutil.which", "lambda name: None", "no C++ compiler"),
+        ("shutil.disk_usage", "lambda path: type('usage', (), {'free': 2**30})", "1.0 GiB free in"),
+    ],
+)
+def test_machines_that_will_not_do(name, value, message):
+    code = f"import sys, platform, shutil, install; {name} = {value}; install.main()"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.startswith("install: " + message)
+    assert len(result.stderr.strip().splitlines()) == 1

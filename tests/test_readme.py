@@ -1,0 +1,85 @@
+"""Every command in the README and the docs parses: the flags exist, torchrun's own parser agrees."""
+
+import glob
+import importlib
+import os
+import re
+import shlex
+import subprocess
+
+import pytest
+import tyro
+from torch.distributed.run import get_args_parser
+
+from tests.conftest import ROOT
+
+MODULES = {"analysis.curves": "main", "analysis.demo": "main", "recipes.smollm2": "main"}
+
+
+def commands():
+    paths = [f"{ROOT}/README.md", *glob.glob(f"{ROOT}/docs/*.md"), *glob.glob(f"{ROOT}/*.py")]
+    for path in paths:
+        with open(path) as file:
+            for line in file:
+                line = line.strip().removeprefix("$ ")
+                if re.match(r"(\.venv/bin/)?(python|torchrun) |make( [a-z]+)$", line):
+                    line = re.split(r"  +|  *#", line)[0]  # a comment behind it
+                    yield pytest.param(line, id=f"{os.path.basename(path)}: {line[:60]}")
+
+
+def parse(words: list[str]) -> None:
+    if words[0] == "-m":
+        module = importlib.import_module(words[1])
+        target = getattr(module, MODULES[words[1]])
+        rest = words[2:]
+    else:
+        assert os.path.exists(os.path.join(ROOT, words[0])), words[0]
+        module = importlib.import_module(words[0].removesuffix(".py"))
+        target = module.Args
+        rest = words[1:]
+    if target is getattr(module, "Args", None):
+        tyro.cli(target, args=rest)
+    else:  # a function: parse its flags without running it
+        tyro.extras.get_parser(target)
+        known = set(re.findall(r"--[a-z-]+", tyro.extras.get_parser(target).format_help()))
+        assert {word for word in rest if word.startswith("--")} <= known
+
+
+@pytest.mark.parametrize("line", commands())
+def test_command_parses(line):
+    words = shlex.split(line)
+    program, rest = os.path.basename(words[0]), words[1:]
+    if program == "make":
+        result = subprocess.run(["make", "-n", *rest], cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return
+    if program == "torchrun":
+        parsed = get_args_parser().parse_args(rest)
+        rest = [parsed.training_script, *parsed.training_script_args]
+    parse(rest)
+
+
+def test_there_are_commands_to_test():
+    assert len(list(commands())) > 15
+
+
+SCRIPTS = ["vineppo", "sft", "evaluate"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_is_used(script):
+    import dataclasses
+
+    with open(f"{ROOT}/{script}.py") as file, open(f"{ROOT}/common/run.py") as shared:
+        text = file.read() + shared.read()
+    for field in dataclasses.fields(importlib.import_module(script).Args):
+        assert re.search(rf"args\.{field.name}\b|self\.{field.name}\b", text), field.name
+
+
+def test_line_budgets():
+    def count(*paths):
+        return sum(len(open(path).readlines()) for path in paths)
+
+    assert count(f"{ROOT}/vineppo.py") <= 480
+    assert count(f"{ROOT}/sft.py") <= 320
+    assert count(*glob.glob(f"{ROOT}/common/*.py")) <= 1200

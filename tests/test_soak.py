@@ -1,0 +1,142 @@
+"""The long trials (`make soak`); their last results are in docs/soak.md."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+
+import pytest
+
+from tests.conftest import ROOT, call, read_jsonl
+from tests.test_runs import FAST, check_kill_and_resume, check_parity
+
+pytestmark = pytest.mark.soak
+GSM8K = os.path.join(ROOT, "../shared/data/gsm8k")
+
+
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory):
+    """The embedded checkpoint with sft.py's defaults, on two ranks as in the demo."""
+    folder = tmp_path_factory.mktemp("embedded")
+    call("sft.py", "--output-dir", str(folder), ranks=2)
+    return folder / "hf"
+
+
+def pass_at_1(model, output) -> float:
+    call("evaluate.py", "--model", str(model), "--output", str(output), ranks=2)
+    with open(output) as file:
+        return json.load(file)["pass@1"]
+
+
+def test_sft_checkpoint_is_in_its_range(embedded, tmp_path):
+    found = pass_at_1(embedded, tmp_path / "result.json")
+    print(f"\nSFT: pass@1 {found:.3f}")
+    assert 0.08 <= found <= 0.15
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_vineppo_learns(embedded, tmp_path, seed):
+    folder = str(tmp_path / "run")
+    model = str(embedded)
+    call("vineppo.py", "--seed", str(seed), "--model", model, "--output-dir", folder, ranks=2)
+    lines = read_jsonl(f"{folder}/metrics.jsonl")
+    found = pass_at_1(f"{folder}/hf", tmp_path / "result.json")
+    seconds = sum(line["time/iteration"] for line in lines)
+    gap = max(line["policy/sampler_gap"] for line in lines)
+    print(f"\nseed {seed}: pass@1 {found:.3f}, {seconds:.0f} s, sampler gap at most {gap:.1e}")
+    assert found >= 0.80 and gap < 1e-4
+
+
+def test_two_ranks_killed_resume_bit_for_bit(sft_model, tmp_path):
+    whole = tmp_path / "whole"
+    call("vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(whole), ranks=2)
+    check_kill_and_resume(whole, sft_model, tmp_path / "killed", ranks=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("zero_stage", ["0", "2"])
+@pytest.mark.parametrize("tied", ["--tied", "--no-tied"])
+def test_sampler_and_trainer_agree(tied, zero_stage, ranks):
+    check_parity(tied, "--zero-stage", zero_stage, ranks=ranks)
+
+
+def test_sampler_and_trainer_agree_in_bfloat16():
+    check_parity("--tied", "--zero-stage", "2", "--dtype", "bfloat16", limit=0.1)
+
+
+@pytest.mark.skipif(not os.path.isdir(GSM8K), reason="no GSM8K files beside the clone")
+def test_smollm2_on_gsm8k_is_not_vacuous(tmp_path):
+    """The commands of docs/real_data.md, as they stand there."""
+    with open(f"{ROOT}/docs/real_data.md") as file:
+        lines = [line for line in file if line.startswith(".venv/bin/python")]
+    assert len(lines) == 3
+    for line in lines:
+        line = line.replace("--data-dir GSM8K", f"--data-dir {GSM8K}")
+        line = re.sub(r" runs/", f" {tmp_path}/", line)
+        result = call(*line.split()[1:])
+    print("\n" + result.stdout)
+    metrics = read_jsonl(tmp_path / "vineppo-smollm2/metrics.jsonl")
+    assert len(metrics) == 2
+    for line in metrics:
+        assert line["rollout/reward"] > 0 and line["policy/grad_norm"] > 0
+        assert line["adv/undecided"] > 0 and line["policy/weight_distance"] > 0
+        assert line["policy/sampler_gap"] < 1e-4
+    steps = [len(e["steps"]) for e in read_jsonl(tmp_path / "vineppo-smollm2/episodes.jsonl")]
+    assert max(steps) > 1
+
+
+# ---- set-up --------------------------------------------------------------------------------------
+
+
+def copy_of_the_project(folder):
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, files.stdout.split("\0")):
+        os.makedirs(os.path.dirname(folder / name), exist_ok=True)
+        (folder / name).write_bytes(open(f"{ROOT}/{name}", "rb").read())
+    return folder
+
+
+def test_install_falls_back_to_the_cpu_index(tmp_path):
+    """pip without any configuration does not know PyTorch's CPU build; a local index, in the form of
+    PyTorch's own, does."""
+    wheels = tmp_path / "simple/torch"
+    wheels.mkdir(parents=True)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
+    if subprocess.call([*pip, "torch==2.13.0+cpu"]) != 0:
+        index = "https://download.pytorch.org/whl/cpu"
+        assert subprocess.call([*pip, "--index-url", index, "torch==2.13.0+cpu"]) == 0
+    links = [f'<a href="{name}">{name}</a>' for name in os.listdir(wheels)]
+    (wheels / "index.html").write_text("\n".join(links))
+    project = copy_of_the_project(tmp_path / "project")
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("PIP_") or k == "PIP_CERT"}
+    index = f"file://{tmp_path}/simple"
+    environment = {**bare, "PIP_CONFIG_FILE": os.devnull, "TORCH_CPU_INDEX": index}
+    result = subprocess.run(
+        ["make", "install", f"PYTHON={sys._base_executable}"],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert f"pip does not know torch==2.13.0+cpu, taking it from {index}" in result.stdout
+    check_imports(project / ".venv/bin/python")
+    again = subprocess.run(["make", "install"], cwd=project, capture_output=True, text=True)
+    assert "Nothing to be done" in again.stdout
+
+
+def test_pip_install_of_the_extra_alone_imports(tmp_path):
+    project = copy_of_the_project(tmp_path / "project")
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv/bin/python"
+    subprocess.run([python, "-m", "pip", "install", "-q", ".[cpu]"], cwd=project, check=True)
+    check_imports(python)
+
+
+def check_imports(python):
+    code = "import vllm, deepspeed; from transformers import LlamaConfig, AutoModelForCausalLM"
+    subprocess.run([python, "-c", code], check=True, capture_output=True)
