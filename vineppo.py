@@ -459,7 +459,8 @@ def main(args: Args) -> None:
             metrics["eval/pass@1"] = sum(scores) / len(scores)
         metrics["policy/weight_distance"] = run.weight_distance(policy.module, ref_model)
         logger.log(done, metrics)
-        for row in range(0, num_responses, args.group_size)[:4]:
+        spread = [max(values) - min(values) for values in step_values]
+        for row in [spread.index(max(spread)), *range(0, num_responses, args.group_size)[:3]]:
             logger.episode(
                 done,
                 problems[b_problem[row]].prompt,

