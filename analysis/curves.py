@@ -58,6 +58,7 @@ def draw_curves(run: str, output: str, test: dict[int, dict] | None = None) -> N
             label="pass@1, test problems (95 % interval)",
         )
     axes.set(xlabel="iteration", ylabel="share of right answers", ylim=(0, 1))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(output, dpi=150)
