@@ -77,7 +77,7 @@ class Args:
     # optimisation
     num_iterations: int = 20
     """each samples, then updates; the learning rate falls to 0 over them"""
-    learning_rate: float = 1e-4
+    learning_rate: float = 6e-5
     """peak, after a linear warm-up"""
     warmup_fraction: float = 0.03
     """of all gradient steps"""

@@ -219,7 +219,8 @@ def check_model(model: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UsageError(f"--model {model}: not a checkpoint ({reason})") from None
+        what = "no such folder, nor on the hub" if not os.path.isdir(model) else "not a checkpoint"
+        raise UsageError(f"--model {model}: {what} ({reason})") from None
     require(tokenizer.eos_token_id is not None, f"--model {model}: its tokenizer has no EOS token")
     weights = ("model.safetensors", "model.safetensors.index.json")
     require(
@@ -285,6 +286,8 @@ class Run:
         if self.is_main:
             with open(os.path.join(self.folder, "args.json"), "w") as file:
                 json.dump(self.settings, file, indent=1)
+            if done:
+                self.link(done)  # a kill may have come between the checkpoint and its link
             self.keep_lines("metrics.jsonl", done)
             self.keep_lines("episodes.jsonl", done)
             from torch.utils.tensorboard import SummaryWriter
@@ -406,15 +409,19 @@ class Run:
         if self.is_main:
             os.replace(aside, self.path(iteration))
             flush_to_disk(os.path.dirname(aside))
-            link = os.path.join(self.folder, "hf")
-            if os.path.lexists(link + ".tmp"):
-                os.remove(link + ".tmp")
-            target = os.path.join(self.path(iteration), "hf")
-            os.symlink(os.path.relpath(target, self.folder), link + ".tmp")
-            os.replace(link + ".tmp", link)
+            self.link(iteration)
             for old in self.checkpoints()[: -self.args.keep_checkpoints]:
                 shutil.rmtree(self.path(old))
         dist.barrier()
+
+    def link(self, iteration: int) -> None:
+        """hf -> the checkpoint of this iteration; never missing, not even for a moment."""
+        link = os.path.join(self.folder, "hf")
+        if os.path.lexists(link + ".tmp"):
+            os.remove(link + ".tmp")
+        target = os.path.join(self.path(iteration), "hf")
+        os.symlink(os.path.relpath(target, self.folder), link + ".tmp")
+        os.replace(link + ".tmp", link)
 
     def close(self) -> None:
         self.bar.close()

@@ -42,6 +42,7 @@ class Sampler:
             enforce_eager=not self.on_gpu,
             enable_sleep_mode=self.on_gpu,
             gpu_memory_utilization=gpu_memory_utilization,
+            use_tqdm_on_load=False,
             seed=0,
         )
         self.tokenizer = self.llm.get_tokenizer()

@@ -109,6 +109,11 @@ def main(
     mine = [None] * world_size
     dist.all_gather_object(mine, everything)
     result["empty"] = sampler.generate([], n=1, temperature=1.0, top_p=1.0, max_tokens=[], seed=0)
+    # A stop string: its ids are cut off, log-probs with them, and the response is finished.
+    stopped = [s for group in sample(3, stop="5", n=16) for s in group if s.stopped]
+    result["stopped"] = len(stopped)
+    for s in stopped:
+        assert s.finished and "5" not in tokenizer.decode(s.ids) and len(s.logprobs) == len(s.ids)
     if rank == 0:
         print(json.dumps(result), flush=True)
     os._exit(0)  # engines of both kinds are up; the test wants no wait for their goodbyes

@@ -224,6 +224,7 @@ def check_parity(*options, ranks=2, limit=1e-4):
     assert found["start"] < limit and all(gap < limit for gap in found["synced"]), found
     assert all(gap > 0.01 for gap in found["stale"]), found  # the measure can tell
     assert all(0 < norm < 1000 for norm in found["grad_norm"]), found
+    assert found["stopped"] > 0
     assert found["reproducible"] and found["distinct"] and found["empty"] == []
 
 
