@@ -58,8 +58,9 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """95 % interval of the mean over problems (percentiles of the means of resampled problems)."""
     generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(scores), (resamples, len(scores)), generator=generator)
-    means = torch.tensor(scores)[picks].mean(dim=1)
+    values, size = torch.tensor(scores), len(scores)
+    picks = (torch.randint(size, (size,), generator=generator) for _ in range(resamples))
+    means = torch.stack([values[pick].mean() for pick in picks])
     low, high = means.quantile(torch.tensor([0.025, 0.975])).tolist()
     return low, high
 
@@ -67,18 +68,23 @@ def bootstrap_interval(
 def main(args: Args) -> None:
     rank, _ = run.set_up_processes()
     run.check_at_least_1(args, "rounds", "max_response_len")
+    run.check_sampling(args, "temperature")
     problems = data.load_problems(args.task, args.split, args.data_dir)
-    run.check_model(args.model)
+    run.check_model(args.model, args.max_model_len)
+    from transformers import AutoTokenizer
+
+    problems = problems[: args.num_problems or len(problems)]
+    num_loaded = len(problems)
+    problems, prompts = data.encode_prompts(
+        problems,
+        AutoTokenizer.from_pretrained(args.model),
+        args.max_model_len - args.max_response_len,
+    )
     on_gpu = torch.cuda.is_available()
     dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(args.dtype, args.dtype)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     sampler = sampling.Sampler(args.model, dtype, args.max_model_len, args.gpu_memory_utilization)
 
-    problems = problems[: args.num_problems or len(problems)]
-    num_loaded = len(problems)
-    problems, prompts = data.encode_prompts(
-        problems, sampler.tokenizer, args.max_model_len - args.max_response_len
-    )
     scores = sampling.evaluate(
         sampler,
         prompts,

@@ -1,6 +1,6 @@
 """Makes .venv with what this machine needs (`make install`).
 
-Runs on any Python 3, so that the wrong one can be told so; uses nothing but the standard library.
+Runs on Python 3.6 and later, so that the wrong one can be told so, with nothing installed.
 """
 
 import os
@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(HERE, ".venv")
@@ -35,6 +36,8 @@ def check_machine(has_gpu):
         stop(f"vLLM needs glibc 2.28 or newer, this system has {libc or 'another'} {libc_version}")
     if not shutil.which(os.environ.get("CXX", "c++")) and not shutil.which("g++"):
         stop("no C++ compiler: DeepSpeed builds a small module at its first start (install g++)")
+    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        stop("no headers of this Python, for the same module (on Debian: apt install python3-dev)")
     needed = 16 if has_gpu else 5
     free = shutil.disk_usage(HERE).free / 2**30
     if free < needed:

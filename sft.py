@@ -114,7 +114,8 @@ def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction
 # ==== 5. set-up ===================================================================================
 def main(args: Args) -> None:
     _, world_size = run.set_up_processes()
-    run.check_at_least_1(args, "batch_size", "micro_batch_tokens", "save_every", "keep_checkpoints")
+    names = ("batch_size", "micro_batch_tokens", "save_every", "keep_checkpoints", "eval_problems")
+    run.check_at_least_1(args, *names)
     require(args.num_epochs > 0, f"--num-epochs {args.num_epochs}: must be above 0")
     is_embedded = args.model == "embedded"
     require(
@@ -129,7 +130,7 @@ def main(args: Args) -> None:
         require(problem.solution, f'--task {args.task}: no "solution" for {problem.prompt!r:.60}')
     logger = run.Run(__file__, args)
     if not is_embedded:
-        run.check_model(args.model)
+        run.check_model(args.model, args.max_model_len)
 
     import deepspeed  # seconds each
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -235,7 +235,7 @@ def main(args: Args) -> None:
         data.load_problems(args.task, "validation", args.data_dir) if args.eval_every else []
     )
     logger = run.Run(__file__, args)
-    run.check_model(args.model)
+    run.check_model(args.model, args.max_model_len)
 
     import deepspeed  # seconds each
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -426,9 +426,8 @@ def main(args: Args) -> None:
                 update = iteration * updates_per_iteration + len(updates)
                 lr = learning_rate_at(update, num_updates, args.learning_rate, args.warmup_fraction)
                 means["learning_rate"] = lr
-                if not math.isfinite(means["loss/policy"]):
-                    raise FloatingPointError(f"iteration {iteration + 1}: policy loss is {means}")
-                means["policy/skipped"] = float(means["policy/ratio"] > 10)  # as the official code
+                # as the official code; `not <=` catches an infinite ratio, and NaN
+                means["policy/skipped"] = float(not means["policy/ratio"] <= 10)
                 if means["policy/skipped"]:
                     run.discard_gradients(policy)
                 else:

@@ -37,7 +37,7 @@ def main(seed: int = 1, script: str = "vineppo.py") -> None:
         with open(output) as file:
             return json.load(file)
 
-    if not os.path.exists(f"{SFT}/hf"):
+    if not os.path.exists(f"{SFT}/finished"):
         started = os.path.exists(f"{SFT}/args.json")
         run("sft.py", "--output-dir", SFT, "--resume", "auto" if started else "no")
     before = evaluate(f"{SFT}/hf", f"{folder}/before.json")

@@ -14,6 +14,7 @@ import re
 from typing import NamedTuple
 
 from common import UsageError, require
+from common.grading import extract_number
 
 
 class Problem(NamedTuple):
@@ -170,7 +171,16 @@ def load_problems(task: str, split: str, data_dir: str = "") -> list[Problem]:
     has_sft_file = os.path.exists(os.path.join(data_dir, "sft.jsonl"))
     file = "train" if split == "sft" and not has_sft_file else split
     rows = read_jsonl(os.path.join(data_dir, f"{file}.jsonl"), ("prompt", "answer"))
+    for row in rows:
+        check_answer(row["answer"], row["where"])
     return [Problem(row["prompt"], row["answer"], row.get("solution")) for row in rows]
+
+
+def check_answer(answer: str, where: str) -> None:
+    found = extract_number(answer) is not None
+    require(
+        found, f"{where}: the answer {answer!r:.60} is no number, so no response could be right"
+    )
 
 
 def load_gsm8k(data_dir: str, split: str) -> list[Problem]:
@@ -184,6 +194,7 @@ def load_gsm8k(data_dir: str, split: str) -> list[Problem]:
         solution = re.sub(r"<<.*?>>", "", row["answer"], flags=re.DOTALL)
         _, marker, answer = solution.rpartition("####")
         require(marker, f"{row['where']}: the answer has no '####' before its number")
+        check_answer(answer, row["where"])
         prompt = GSM8K_PROMPT.format(question=row["question"].strip())
         problems.append(Problem(prompt, answer.strip(), f"\n{solution}\n"))
     if split == "test":
@@ -216,10 +227,8 @@ def read_jsonl(path: str, fields: tuple[str, ...]) -> list[dict]:
                 where = f"{path}:{number}"
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UsageError(
-                        f"{where}: not JSON ({error.msg}, column {error.colno})"
-                    ) from None
+                except (json.JSONDecodeError, RecursionError) as error:
+                    raise UsageError(f"{where}: not JSON ({error})") from None
                 if not isinstance(row, dict):
                     raise UsageError(
                         f"{where}: a line must hold an object, found {type(row).__name__}"

@@ -3,13 +3,13 @@
 import re
 
 # A sign before or after the currency, commas between digits, digits on at least one side of the
-# dot. ASCII digits only; U+2212 is the minus that word processors write.
+# dot. ASCII digits only; U+2212 is the minus that word processors write. Spaces are bounded: two
+# unbounded runs side by side would take cubic time on a page of newlines.
 NUMBER = re.compile(
-    r"(?P<sign>[-+\u2212]?)\s*[$€£]?\s*(?P<sign2>[-+\u2212]?)(?P<digits>\d[\d,]*\.?\d*|\.\d+)",
+    r"(?:(?P<sign>[-+\u2212])\s{0,3})?(?:[$€£]\s{0,3})?(?P<sign2>[-+\u2212])?"
+    r"(?P<digits>\d[\d,]*\.?\d*|\.\d+)",
     re.ASCII,
 )
-
-
 # Behind a number it makes an expression ("9**9", "1e9", "3/4") whose value is not that number.
 OPERATOR = re.compile(r"\s*(\*\*|[*/^])\s*\d|[eE][-+]?\d", re.ASCII)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -32,6 +33,8 @@ def set_up_processes() -> tuple[int, int]:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # 15 s for one small function of vLLM
+    # DeepSpeed compiles with ninja, which pip puts beside this Python and not on everyone's PATH
+    os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     os.environ.setdefault("DS_LOG_LEVEL", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -78,9 +81,17 @@ def check_batch(args, num_responses: int) -> None:
         f"--minibatch-size {args.minibatch_size} does not divide the {num_responses} responses of "
         f"an iteration (--num-prompts {args.num_prompts} x --group-size {args.group_size})",
     )
-    require(
-        0 < args.temperature <= 2, f"--temperature {args.temperature}: vLLM takes 0 to 2, we not 0"
-    )
+    check_sampling(args, "temperature", "eval_temperature")
+    require(args.eval_every >= 0, f"--eval-every {args.eval_every}: must be 0 (never) or more")
+    require(args.learning_rate > 0, f"--learning-rate {args.learning_rate}: must be above 0")
+
+
+def check_sampling(args, *temperatures: str) -> None:
+    for name in temperatures:
+        value = getattr(args, name)
+        require(
+            0 < value <= 2, f"--{name.replace('_', '-')} {value}: must be above 0 and at most 2"
+        )
     require(0 < args.top_p <= 1, f"--top-p {args.top_p}: must be above 0 and at most 1")
     require(
         args.max_response_len < args.max_model_len,
@@ -207,21 +218,30 @@ def weight_distance(model: torch.nn.Module, start: torch.nn.Module) -> float:
     return (distance / sum(old.float().square().sum() for _, old in pairs)).sqrt().item()
 
 
-def check_model(model: str) -> None:
-    """Raises UsageError unless `model` is a checkpoint folder, or the name of one on the hub."""
+def check_model(model: str, max_model_len: int) -> None:
+    """Raises UsageError unless `model` is a checkpoint folder, or the name of one on the hub, for
+    sequences of `max_model_len` tokens."""
+    from safetensors import safe_open
     from transformers import AutoConfig, AutoTokenizer  # seconds
 
     is_hub_name = model.count("/") == 1 and not model.startswith((".", "/", "~", "runs/"))
     hint = "; `python sft.py` makes it" if model == "runs/sft/hf" else ""
     require(os.path.isdir(model) or is_hub_name, f"--model {model}: no such folder{hint}")
     try:
-        AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
+        if os.path.exists(weights := os.path.join(model, "model.safetensors")):
+            safe_open(weights, "pt")  # reads the header: a file that was cut off fails here
+    except Exception as error:  # transformers raises anything, KeyError included
         reason = " ".join(str(error).split())[:300]
         what = "no such folder, nor on the hub" if not os.path.isdir(model) else "not a checkpoint"
         raise UsageError(f"--model {model}: {what} ({reason})") from None
     require(tokenizer.eos_token_id is not None, f"--model {model}: its tokenizer has no EOS token")
+    longest = getattr(config, "max_position_embeddings", max_model_len)
+    require(
+        max_model_len <= longest,
+        f"--max-model-len {max_model_len}: {model} was made for at most {longest} tokens",
+    )
     weights = ("model.safetensors", "model.safetensors.index.json")
     require(
         is_hub_name or any(os.path.exists(os.path.join(model, name)) for name in weights),
@@ -250,14 +270,20 @@ class Run:
         self.folder = args.output_dir or f"runs/{script}-{args.task}-seed{args.seed}"
         self.args, self.is_main = args, rank == 0
         self.settings = {**dataclasses.asdict(args), "script": script, "world_size": world_size}
-        for name in ("resume", "output_dir", "track"):  # these may change when a run goes on
-            del self.settings[name]
+        for name in (  # these may change when a run goes on: they do not change what it computes
+            *("resume", "output_dir", "track", "save_every", "keep_checkpoints"),
+            *("gpu_memory_utilization", "micro_batch_tokens"),
+        ):
+            self.settings.pop(name, None)
         if not self.is_main:
             return
+        has_wandb = not args.track or importlib.util.find_spec("wandb")
+        require(has_wandb, "--track needs Weights & Biases: .venv/bin/pip install wandb")
         path = os.path.join(self.folder, "args.json")
         if args.resume == "no":
             require(
-                not os.path.exists(path),
+                not os.path.exists(path)
+                and not os.path.exists(os.path.join(self.folder, "checkpoints")),
                 f"{self.folder} already holds a run: go on with it (--resume auto) or name another "
                 "--output-dir",
             )
@@ -284,8 +310,10 @@ class Run:
             path, _ = engine.load_checkpoint(self.path(done), tag=name)
             require(path, f"{self.path(done)}: no state of {name!r} in it")
         if self.is_main:
-            with open(os.path.join(self.folder, "args.json"), "w") as file:
+            path = os.path.join(self.folder, "args.json")
+            with open(path + ".tmp", "w") as file:
                 json.dump(self.settings, file, indent=1)
+            os.replace(path + ".tmp", path)
             if done:
                 self.link(done)  # a kill may have come between the checkpoint and its link
             self.keep_lines("metrics.jsonl", done)
@@ -297,13 +325,17 @@ class Run:
             if self.args.track:
                 import wandb
 
-                wandb.init(project="vineppo-in-a-file", config=self.settings, dir=self.folder)
+                name = os.path.basename(os.path.normpath(self.folder))
+                options = {"config": self.settings, "dir": self.folder, "resume": "allow"}
+                wandb.init(project="vineppo-in-a-file", id=name, **options)
         self.bar = tqdm(
             total=total,
             initial=done,
             disable=not self.is_main,
             mininterval=0.1 if sys.stderr.isatty() else 30,
         )
+        module = next(iter(engines.values())).module
+        self.is_float32 = next(module.parameters()).dtype == torch.float32
         self.phases: dict[str, float] = {}
         self.phase_name, self.phase_start = "", time.perf_counter()
         return done
@@ -348,6 +380,8 @@ class Run:
                 import wandb
 
                 wandb.log(line, step=iteration)
+        if (gap := line.get("policy/sampler_gap", 0.0)) > (1e-4 if self.is_float32 else 0.1):
+            self.say(f"WARNING: sampler and trainer differ by {gap:.2g}: has vLLM stale weights?")
         shown = [f"{SHOWN[name]} {line[name]:.3g}" for name in SHOWN if name in line]
         self.shows_episode = iteration == 1 or "eval/pass@1" in line
         if "rollout/reward" in line or "eval/loss" in line:
@@ -427,6 +461,8 @@ class Run:
         self.bar.close()
         if self.is_main:
             self.tensorboard.close()
+            with open(os.path.join(self.folder, "finished"), "w"):
+                pass
             self.say(f"checkpoint: {os.path.join(self.folder, 'hf')}")
 
 

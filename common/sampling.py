@@ -1,8 +1,10 @@
 """vLLM inside the training process: one engine a rank, weights synced in memory."""
 
 import os
+import random
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -66,7 +68,9 @@ class Sampler:
         # No seed on the requests: vLLM gives n samples of one the seeds s, s + 1, ..., so
         # neighbouring requests would share their noise, and on a CPU seeded requests crash the
         # engine when a prefill is cut.
-        torch.manual_seed(seed)
+        torch.manual_seed(seed)  # the CPU's sampler; on a GPU vLLM asks numpy and random for seeds
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
         params = [
             SamplingParams(
                 n=n,
@@ -112,6 +116,7 @@ class Sampler:
 
     def wake(self, model: torch.nn.Module) -> None:
         if self.on_gpu:
+            torch.cuda.empty_cache()  # what the update's activations held
             self.llm.wake_up(tags=["weights"])
         self.sync_weights(model)
         if self.on_gpu:

@@ -101,13 +101,14 @@ def main(
     def ids_of(groups):
         return [[tuple(s.ids) for s in group] for group in groups]
 
-    some_prompts = [some_prompts[0]] * 4
-    first, again, other = (ids_of(sample(seed, temperature=1.5)) for seed in (1, 1, 2))
-    everything = [ids for group in first for ids in group]
+    # The same prompt in every request of every rank: all samples of all ranks must differ.
+    some_prompts = [[2 + i % 30 for i in range(300)]] * 4
+    seeds = [run.seed_of(seed, "test", rank) for seed in (1, 1, 2)]
+    first, again, other = (ids_of(sample(seed, temperature=1.5)) for seed in seeds)
+    everything = run.gather([ids for group in first for ids in group])
     result["reproducible"] = first == again
-    result["distinct"] = len(set(everything)) == len(everything) and first != other
-    mine = [None] * world_size
-    dist.all_gather_object(mine, everything)
+    result["distinct"] = len(set(everything)) == len(everything) == 16 * world_size
+    result["distinct"] &= first != other
     result["empty"] = sampler.generate([], n=1, temperature=1.0, top_p=1.0, max_tokens=[], seed=0)
     # A stop string: its ids are cut off, log-probs with them, and the response is finished.
     stopped = [s for group in sample(3, stop="5", n=16) for s in group if s.stopped]

@@ -106,6 +106,8 @@ def test_jsonl_with_bom_crlf_blank_lines_and_line_separators(tmp_path):
         ('{"prompt": "a", "answer": 7}\n', 'train.jsonl:1: "answer" must be a non-empty string'),
         ('{"prompt": "a", "answer": "1", "solution": 1}\n', '"solution" must be a string'),
         (b"\xff\xfe{", "not UTF-8"),
+        ("[" * 100_000, "train.jsonl:1: not JSON"),
+        ('{"prompt": "a", "answer": "yes"}\n', "train.jsonl:1: the answer 'yes' is no number"),
     ],
 )
 def test_unusable_files_are_named(tmp_path, text, message):

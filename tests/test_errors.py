@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,6 +27,8 @@ def results(tmp_path_factory):
     tokenizer = data.make_chain_tokenizer()
     tokenizer.save_pretrained(folder / "no_weights")
     data.make_chain_model_config(tokenizer).save_pretrained(folder / "no_weights")
+    shutil.copytree(folder / "no_weights", folder / "cut_off")
+    (folder / "cut_off/model.safetensors").write_bytes(b"\x10\x27" + bytes(100))
     (folder / "run").mkdir()
     (folder / "run" / "args.json").write_text(json.dumps({"seed": 99, "k": 9}))
     run = ["--output-dir", f"{folder}/run"]
@@ -42,6 +45,9 @@ def results(tmp_path_factory):
         "batch": ["--minibatch-size", "24"],
         "k": ["--k", "0"],
         "zero": ["--num-prompts", "0"],
+        "greedy": ["--eval-temperature", "0"],
+        "too long": ["--max-model-len", "256", "--model", f"{folder}/no_weights"],
+        "cut off": ["--model", f"{folder}/cut_off"],
         "long": ["--max-response-len", "128"],
         "other settings": ["--resume", "auto", *run],
         "nothing to resume": ["--resume", "auto", "--output-dir", f"{folder}/nowhere"],
@@ -75,6 +81,9 @@ def results(tmp_path_factory):
         ("batch", "--minibatch-size 24 does not divide the 64 responses of an iteration"),
         ("k", "--k 0: a value needs at least one rollout"),
         ("zero", "--num-prompts 0: must be at least 1"),
+        ("greedy", "--eval-temperature 0.0: must be above 0 and at most 2"),
+        ("too long", "--max-model-len 256: {folder}/no_weights was made for at most 128 tokens"),
+        ("cut off", "--model {folder}/cut_off: not a checkpoint"),
         ("long", "--max-response-len 128 leaves no room for a prompt in --max-model-len 128"),
         ("other settings", "--resume auto: {folder}/run was made with other settings: "),
         ("nothing to resume", "--resume auto: no run to resume in {folder}/nowhere"),
@@ -96,7 +105,7 @@ def test_missing_sft_checkpoint_names_the_command(tmp_path, monkeypatch):
     with pytest.raises(
         UsageError, match=r"--model runs/sft/hf: no such folder; `python sft\.py` makes"
     ):
-        run.check_model("runs/sft/hf")
+        run.check_model("runs/sft/hf", 128)
 
 
 def test_ranks_say_it_once():

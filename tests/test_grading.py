@@ -40,6 +40,8 @@ CASES = os.path.join(os.path.dirname(__file__), "../../shared/cases/grader_cases
         ("#### 3/4", "3", False),
         ("#### \u0663", "3", False),  # other scripts' digits are not read as ours
         ("#### " + "1" * 1_000_000, "1", False),
+        ("#### " + "\n" * 100_000 + "5", "5", True),
+        ("#### - $ 5", "-5", True),
         ("#### " * 200_000 + "5", "5", True),
         ("#### __import__('os').system('touch GRADER_PWNED')", "0", False),
     ],
