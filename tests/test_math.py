@@ -7,6 +7,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import evaluate
+import grpo
+import rloo
 import sft
 import vineppo
 from common import run
@@ -264,3 +266,50 @@ def test_bootstrap_interval_is_about_two_standard_errors():
     assert low == pytest.approx(0.25 - 1.96 * error, abs=0.005)
     assert high == pytest.approx(0.25 + 1.96 * error, abs=0.005)
     assert evaluate.bootstrap_interval([1.0, 1.0], seed=0) == (1.0, 1.0)
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def test_group_advantages_by_hand():
+    """Rewards 1 1 0 0 0 of one prompt and 1 0 0 0 0 of another. GRPO: mean .4 and .2, population
+    std .4899 and .4. RLOO: the others' mean is 1/4 or 2/4, and 0 or 1/4."""
+    rewards = torch.tensor([1.0, 1, 0, 0, 0, 1, 0, 0, 0, 0])
+    mask = torch.ones(10, 2)
+    mask[3, 1] = 0
+    advantages = grpo.compute_advantages(rewards, 5, mask)
+    assert advantages[0].tolist() == pytest.approx([0.6 / 0.24**0.5] * 2)
+    assert advantages[2, 0].item() == pytest.approx(-0.4 / 0.24**0.5)
+    assert advantages[5, 0].item() == pytest.approx(2) and advantages[3, 1] == 0
+    advantages = rloo.compute_advantages(rewards, 5, mask)
+    assert advantages[0].tolist() == [0.75] * 2 and advantages[2, 0] == -0.5
+    assert advantages[5, 0] == 1 and advantages[6, 0] == -0.25 and advantages[3, 1] == 0
+
+
+@pytest.mark.parametrize("script", [grpo, rloo])
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_groups_of_equal_rewards_give_exactly_zero(script, value):
+    advantages = script.compute_advantages(torch.full((6,), value), 3, torch.ones(6, 4))
+    assert (advantages == 0).all()
+
+
+@pytest.mark.parametrize("script", [grpo, rloo])
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_sum_to_zero_and_follow_their_rows(script, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randint(0, 2, (4, 8), generator=generator).float()
+    mask = torch.ones(32, 1)
+    advantages = script.compute_advantages(rewards.flatten(), 8, mask).view(4, 8)
+    torch.testing.assert_close(advantages.sum(dim=1), torch.zeros(4), atol=1e-5, rtol=0)
+    order = torch.randperm(8, generator=generator)
+    moved = script.compute_advantages(rewards[:, order].flatten(), 8, mask).view(4, 8)
+    torch.testing.assert_close(moved, advantages[:, order])
+
+
+def test_rloo_is_one_step_vineppo():
+    rewards = torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 0])
+    mask = torch.ones(8, 3)
+    others = (rewards.sum() - rewards)[:, None] / 7
+    steps = torch.zeros(8, 3, dtype=torch.long)
+    expected = vineppo.compute_advantages(rewards, others, steps, mask)
+    assert torch.equal(rloo.compute_advantages(rewards, 8, mask), expected)

@@ -109,6 +109,19 @@ def test_two_ranks_with_nine_rollouts_draw_the_same_prompts(finished, sft_model,
     assert prompts[0] == prompts[1] and len(set(prompts[0])) == 6
 
 
+@pytest.mark.parametrize(("script", "ranks"), [("grpo.py", 1), ("rloo.py", 2)])
+def test_the_other_estimators_run(script, ranks, sft_model, tmp_path):
+    folder = tmp_path / "run"
+    options = [*SMALL, "--num-iterations", "2", "--model", sft_model, "--output-dir", str(folder)]
+    del options[options.index("--k") : options.index("--k") + 2]
+    call(script, *options, "--group-size", "8", "--temperature", "1.0", ranks=ranks)
+    for line in read_jsonl(folder / "metrics.jsonl"):
+        assert line["policy/sampler_gap"] < 1e-4 and 0 <= line["adv/undecided"] <= 1
+        assert "tokens/rollouts" not in line  # no credit to pay for
+    for episode in read_jsonl(folder / "episodes.jsonl"):
+        assert len(episode["steps"]) == 1 and episode["steps"][0]["text"]
+
+
 def test_evaluate_gives_an_interval_on_any_number_of_ranks(finished, tmp_path):
     folder, _ = finished
     output = tmp_path / "result.json"

@@ -1,0 +1,50 @@
+"""The policy-gradient scripts are one text with several estimators, to the byte."""
+
+import os
+
+import pytest
+
+from tests.sync_scripts import COPIES, OWN, ROOT, SOURCE, read_sections, synced
+
+BUDGETS = {"vineppo.py": 480, "grpo.py": 450, "rloo.py": 450, "sft.py": 320}
+
+
+def read(name: str) -> str:
+    with open(os.path.join(ROOT, name)) as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("name", [SOURCE, *COPIES])
+def test_sections_are_all_there_and_in_order(name):
+    sections = read_sections(read(name))
+    expected = ["0", "1", "2", "2 tail", "3", "4", "5", *(f"6.{i}" for i in range(1, 9)), "7"]
+    assert list(sections) == expected and "".join(sections.values()) == read(name)
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_shared_sections_are_the_same(name):
+    ours, source = read_sections(read(name)), read_sections(read(SOURCE))
+    different = {section for section in source if ours[section] != source[section]}
+    assert different <= OWN, f"{different - OWN}: `python -m tests.sync_scripts` mends it"
+
+
+def test_no_shared_line_names_an_algorithm():
+    for section, text in read_sections(read(SOURCE)).items():
+        if section not in OWN:
+            assert not any(name in text.lower() for name in ("vineppo", "grpo", "rloo")), section
+
+
+@pytest.mark.parametrize("section", ["4", "6.6", "7"])
+def test_a_changed_line_is_found_and_mended(section):
+    """A test of the tests above, and of the fixer."""
+    source = read(SOURCE)
+    sections = read_sections(read("grpo.py"))
+    sections[section] = sections[section].replace("\n", "\n# changed\n", 1)
+    broken = "".join(sections.values())
+    assert read_sections(broken)[section] != read_sections(source)[section]
+    assert synced(broken, source) == read("grpo.py")
+
+
+@pytest.mark.parametrize(("name", "lines"), BUDGETS.items())
+def test_length(name, lines):
+    assert len(read(name).splitlines()) <= lines
