@@ -270,7 +270,7 @@ class Run:
         self.folder = args.output_dir or f"runs/{script}-{args.task}-seed{args.seed}"
         self.args, self.is_main = args, rank == 0
         self.settings = {**dataclasses.asdict(args), "script": script, "world_size": world_size}
-        for name in (  # these may change when a run goes on: they do not change what it computes
+        for name in (  # may change when a run goes on: results do not, but for float noise
             *("resume", "output_dir", "track", "save_every", "keep_checkpoints"),
             *("gpu_memory_utilization", "micro_batch_tokens"),
         ):
