@@ -257,6 +257,8 @@ def main(args: Args) -> None:
     )
     policy.eval()  # no dropout, not even in the update: the old log-probs have none
     engines = {"policy": policy}
+
+    # ==== 5.1 start, or go on from the newest checkpoint ==========================================
     start = logger.open(engines, args.num_iterations)
     sampler.wake(policy.module)
     updates_per_iteration = args.update_epochs * num_responses // args.minibatch_size
@@ -375,7 +377,6 @@ def main(args: Args) -> None:
                 else:
                     means["policy/grad_norm"] = run.step(policy, lr)
                 updates.append(means)
-        metrics |= run.mean_of(updates)
 
         # ==== 6.7 weights to the sampler ==========================================================
         logger.phase("sync")
@@ -384,6 +385,7 @@ def main(args: Args) -> None:
         # ==== 6.8 log, evaluate, save =============================================================
         done = iteration + 1
         is_last = done == args.num_iterations
+        metrics |= run.mean_of(updates)
         if args.eval_every and (done % args.eval_every == 0 or is_last):
             logger.phase("evaluate")
             scores = sampling.evaluate(

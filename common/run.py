@@ -68,22 +68,25 @@ def gather(items: list) -> list:
 # ---- batches -------------------------------------------------------------------------------------
 
 
+def check_args(args) -> None:
+    """Raises UsageError for flags out of range, of those that several scripts have."""
+    names = ("num_prompts", "group_size", "minibatch_size", "num_iterations", "update_epochs")
+    names += ("max_response_len", "micro_batch_tokens", "eval_problems", "eval_rounds")
+    names += ("save_every", "keep_checkpoints")
+    check_at_least_1(args, *(name for name in names if hasattr(args, name)))
+    check_sampling(args, "temperature", "eval_temperature")
+    require(args.eval_every >= 0, f"--eval-every {args.eval_every}: must be 0 (never) or more")
+    require(args.learning_rate > 0, f"--learning-rate {args.learning_rate}: must be above 0")
+
+
 def check_batch(args, num_responses: int) -> None:
-    """Raises UsageError for numbers that make no batch of `num_responses` responses."""
-    check_at_least_1(
-        args,
-        *("num_prompts", "group_size", "minibatch_size", "num_iterations", "update_epochs"),
-        *("max_response_len", "micro_batch_tokens", "eval_problems", "eval_rounds"),
-        *("save_every", "keep_checkpoints"),
-    )
+    """Raises UsageError for flags that make no batch of `num_responses` responses."""
+    check_args(args)
     require(
         num_responses % args.minibatch_size == 0,
         f"--minibatch-size {args.minibatch_size} does not divide the {num_responses} responses of "
         f"an iteration (--num-prompts {args.num_prompts} x --group-size {args.group_size})",
     )
-    check_sampling(args, "temperature", "eval_temperature")
-    require(args.eval_every >= 0, f"--eval-every {args.eval_every}: must be 0 (never) or more")
-    require(args.learning_rate > 0, f"--learning-rate {args.learning_rate}: must be above 0")
 
 
 def check_sampling(args, *temperatures: str) -> None:
@@ -254,6 +257,7 @@ def check_model(model: str, max_model_len: int) -> None:
 SHOWN = {
     **{"rollout/reward": "reward", "loss/sft": "loss", "eval/pass@1": "pass@1"},
     **{"eval/loss": "eval loss", "adv/undecided": "undecided", "policy/grad_norm": "grad norm"},
+    **{"dpo/chosen_logratio": "chosen", "dpo/rejected_logratio": "rejected"},
     **{"policy/weight_distance": "weights moved", "policy/sampler_gap": "sampler gap"},
 }
 
@@ -334,8 +338,8 @@ class Run:
             disable=not self.is_main,
             mininterval=0.1 if sys.stderr.isatty() else 30,
         )
-        module = next(iter(engines.values())).module
-        self.is_float32 = next(module.parameters()).dtype == torch.float32
+        dtypes = [next(engine.module.parameters()).dtype for engine in engines.values()]
+        self.is_float32 = all(dtype == torch.float32 for dtype in dtypes)
         self.phases: dict[str, float] = {}
         self.phase_name, self.phase_start = "", time.perf_counter()
         return done
@@ -384,7 +388,7 @@ class Run:
             self.say(f"WARNING: sampler and trainer differ by {gap:.2g}: has vLLM stale weights?")
         shown = [f"{SHOWN[name]} {line[name]:.3g}" for name in SHOWN if name in line]
         self.shows_episode = iteration == 1 or "eval/pass@1" in line
-        if "rollout/reward" in line or "eval/loss" in line:
+        if line.keys() & {"rollout/reward", "eval/loss", "eval/pass@1"}:
             self.say(f"{iteration}: {', '.join(shown)}, {seconds:.1f} s")
         self.bar.set_postfix_str(shown[0], refresh=False)
         self.bar.update()

@@ -4,9 +4,26 @@ import os
 
 import pytest
 
-from tests.sync_scripts import COPIES, OWN, ROOT, SOURCE, read_sections, synced
+from tests.sync_scripts import (
+    COPIES,
+    LEARNING_RATE,
+    OWN,
+    ROOT,
+    SOURCE,
+    count_differences,
+    read_sections,
+    synced,
+)
 
-BUDGETS = {"vineppo.py": 480, "grpo.py": 450, "rloo.py": 450, "sft.py": 320}
+BUDGETS = {"vineppo.py": 480, "ppo.py": 540, "grpo.py": 450, "rloo.py": 450, "sft.py": 320}
+BUDGETS |= {"restem.py": 400, "dpo_pos.py": 440}
+# Rows of `diff -y` that differ, docstrings and flags counted: the least that the estimators allow,
+# with a few rows to spare.
+DIFFERENCES = {
+    ("grpo.py", "rloo.py"): 25,
+    ("grpo.py", "vineppo.py"): 105,
+    ("ppo.py", "vineppo.py"): 175,
+}
 
 
 def read(name: str) -> str:
@@ -17,13 +34,19 @@ def read(name: str) -> str:
 @pytest.mark.parametrize("name", [SOURCE, *COPIES])
 def test_sections_are_all_there_and_in_order(name):
     sections = read_sections(read(name))
-    expected = ["0", "1", "2", "2 tail", "3", "4", "5", *(f"6.{i}" for i in range(1, 9)), "7"]
+    expected = ["0", "1", "2", "2 tail", "3", "4", "5", "5.1"]
+    expected += [*(f"6.{i}" for i in range(1, 9)), "7"]
+    if name == "ppo.py":
+        expected.insert(expected.index("5.1"), "5b")
+        expected.insert(expected.index("6.7"), "6.6b")
     assert list(sections) == expected and "".join(sections.values()) == read(name)
 
 
 @pytest.mark.parametrize("name", COPIES)
 def test_shared_sections_are_the_same(name):
     ours, source = read_sections(read(name)), read_sections(read(SOURCE))
+    for sections in (ours, source):
+        sections["2"] = LEARNING_RATE.sub("", sections["2"])
     different = {section for section in source if ours[section] != source[section]}
     assert different <= OWN, f"{different - OWN}: `python -m tests.sync_scripts` mends it"
 
@@ -34,15 +57,21 @@ def test_no_shared_line_names_an_algorithm():
             assert not any(name in text.lower() for name in ("vineppo", "grpo", "rloo")), section
 
 
-@pytest.mark.parametrize("section", ["4", "6.6", "7"])
-def test_a_changed_line_is_found_and_mended(section):
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("section", ["2", "4", "6.6", "7"])
+def test_a_changed_line_is_found_and_mended(name, section):
     """A test of the tests above, and of the fixer."""
     source = read(SOURCE)
-    sections = read_sections(read("grpo.py"))
+    sections = read_sections(read(name))
     sections[section] = sections[section].replace("\n", "\n# changed\n", 1)
     broken = "".join(sections.values())
     assert read_sections(broken)[section] != read_sections(source)[section]
-    assert synced(broken, source) == read("grpo.py")
+    assert synced(broken, source) == read(name)
+
+
+@pytest.mark.parametrize(("pair", "rows"), DIFFERENCES.items())
+def test_difference(pair, rows):
+    assert count_differences(*map(read, pair))[0] <= rows
 
 
 @pytest.mark.parametrize(("name", "lines"), BUDGETS.items())
