@@ -1,9 +1,11 @@
 # make demo      see VinePPO learn: set-up, SFT, training, held-out accuracy before and after
 # make test      all tests (under ten minutes)     make soak   the long trials
+# make compare   every method, a grid of learning rates, three seeds; hours
+# make compare-quick   one seed at the scripts' own learning rates; quarter of an hour
 # make install   the set-up alone: .venv with what this machine needs
 PYTHON ?= python3
 
-.PHONY: demo test soak install
+.PHONY: demo test soak install compare compare-quick
 demo: .venv/installed
 	.venv/bin/python -m analysis.demo
 
@@ -14,6 +16,12 @@ test: .venv/installed
 
 soak: .venv/installed
 	.venv/bin/python -m pytest -q -s -m soak
+
+compare: .venv/installed
+	.venv/bin/python -m analysis.compare
+
+compare-quick: .venv/installed
+	.venv/bin/python -m analysis.compare --seeds 1 --no-grid --folder runs/quick --output runs/quick
 
 install: .venv/installed
 

@@ -18,31 +18,49 @@ from analysis.curves import draw_curves
 SFT = "runs/sft"
 
 
-def main(seed: int = 1, script: str = "vineppo.py") -> None:
-    """One rank for each GPU; without one, two ranks where there are two cores."""
+def make_launcher() -> list[str]:
+    """torchrun with one rank for each GPU; without one, two ranks where there are two cores."""
     ranks = torch.cuda.device_count() or min(2, os.cpu_count() or 1)
-    torchrun = [os.path.join(os.path.dirname(sys.executable), "torchrun"), "--standalone"]
-    torchrun += ["--nproc-per-node", str(ranks)]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    torchrun = os.path.join(os.path.dirname(sys.executable), "torchrun")
+    return [torchrun, "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def make_sft(launcher: list[str]) -> None:
+    """The SFT checkpoint with sft.py's defaults, unless it is there; goes on with half a one."""
+    if not os.path.exists(f"{SFT}/finished"):
+        started = os.path.exists(f"{SFT}/args.json")
+        call(launcher, "sft.py", "--output-dir", SFT, "--resume", "auto" if started else "no")
+
+
+def call(launcher: list[str], *arguments: str) -> None:
+    print(f"\n$ {os.path.relpath(launcher[0])} {' '.join([*launcher[1:], *arguments])}", flush=True)
+    if code := subprocess.call([*launcher, *arguments]):
+        sys.exit(code)
+
+
+def main(seed: int = 1, script: str = "vineppo.py") -> None:
+    torchrun = make_launcher()
     folder = f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}"
 
-    def run(*arguments: str) -> None:
-        command = [*torchrun, *arguments]
-        print(f"\n$ {os.path.relpath(command[0])} {' '.join(command[1:])}", flush=True)
-        if code := subprocess.call(command):
-            sys.exit(code)
-
     def evaluate(model: str, output: str) -> dict:
-        run("evaluate.py", "--model", model, "--output", output)
+        call(torchrun, "evaluate.py", "--model", model, "--output", output)
         with open(output) as file:
             return json.load(file)
 
-    if not os.path.exists(f"{SFT}/finished"):
-        started = os.path.exists(f"{SFT}/args.json")
-        run("sft.py", "--output-dir", SFT, "--resume", "auto" if started else "no")
+    make_sft(torchrun)
     before = evaluate(f"{SFT}/hf", f"{folder}/before.json")
     start = time.time()
-    run(script, "--seed", str(seed), "--model", f"{SFT}/hf", "--output-dir", f"{folder}/train")
+    call(
+        torchrun,
+        script,
+        "--seed",
+        str(seed),
+        "--model",
+        f"{SFT}/hf",
+        "--output-dir",
+        f"{folder}/train",
+    )
     seconds = time.time() - start
     after = evaluate(f"{folder}/train/hf", f"{folder}/after.json")
     with open(f"{folder}/train/metrics.jsonl") as file:

@@ -1,0 +1,392 @@
+"""`make compare`: every method from one SFT checkpoint, on the same number of sampled episodes.
+
+    python -m analysis.compare                            the grid and three seeds: docs/results.md
+    python -m analysis.compare --seeds 1 --no-grid --output runs/quick   one seed, default rates
+
+Each method runs with its defaults, at each learning rate of one grid and with each seed. Where a
+method's best rate (mean over seeds of the last pass@1 on validation problems) lies at an edge, the
+grid goes on there. The runs at the best rates are then evaluated on the test problems.
+
+A run takes one core (one GPU where there are some); what is finished is not done again.
+"""
+
+import glob
+import importlib
+import itertools
+import json
+import os
+import platform
+import queue
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import matplotlib
+import torch
+import tyro
+from tqdm import tqdm
+
+from analysis.demo import SFT, make_launcher, make_sft
+from common import UsageError, data
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+GRID = [3e-5, 6e-5, 1.2e-4, 2.4e-4]
+EVALUATION = ["--eval-problems", "250", "--eval-rounds", "4", "--keep-checkpoints", "1000"]
+# Each script's own steps between evaluations; a checkpoint with each, for the KL.
+METHODS = {
+    "vineppo": ["--eval-every", "2", "--save-every", "2"],
+    "grpo": ["--eval-every", "2", "--save-every", "2"],
+    "rloo": ["--eval-every", "2", "--save-every", "2"],
+    "ppo": ["--eval-every", "2", "--save-every", "2"],
+    "restem": [],
+    "dpo_pos": ["--eval-every", "12", "--save-every", "12"],
+}
+NAMES = dict(vineppo="VinePPO", grpo="GRPO", rloo="RLOO", ppo="PPO", restem="RestEM")
+NAMES |= {"dpo_pos": "DPO-Positive"}
+COLOURS = dict(vineppo="#d55e00", grpo="#0072b2", rloo="#009e73", ppo="#cc79a7", restem="#e69f00")
+COLOURS |= {"dpo_pos": "#777777"}
+EPISODES = 64  # of an iteration of the policy-gradient scripts
+Runs = dict[tuple[str, float, int], str]  # (method, learning rate, seed) -> folder
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
+    """Runs commands, `jobs` at a time; {file for its output: command}. Raises UsageError for the
+    first that fails, after those that run beside it."""
+    slots: queue.Queue[int] = queue.Queue()
+    for slot in range(jobs):
+        slots.put(slot)
+
+    def call(item: tuple[str, list[str]]) -> None:
+        log, command = item
+        slot = slots.get()
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        if torch.cuda.device_count() > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(slot)
+        bar.set_postfix_str(os.path.basename(log).removesuffix(".log"))
+        with open(log, "a") as file:
+            failed = subprocess.call(
+                [sys.executable, *command], env=environment, stdout=file, stderr=file
+            )
+        slots.put(slot)
+        if failed:
+            raise UsageError(f"`python {' '.join(command)}` failed: {log} says why")
+        bar.update()
+
+    bar.total = bar.n + len(commands)
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(call, item) for item in commands.items()]
+        try:
+            for future in futures:
+                future.result()
+        except UsageError:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def train(wanted: list[tuple[str, float, int]], folder: str, jobs: int, bar: tqdm) -> Runs:
+    """The runs that are not finished yet; engine states go when a run is finished."""
+    runs = {key: f"{folder}/{key[0]}-lr{key[1]:g}-seed{key[2]}" for key in wanted}
+    commands = {}
+    for (method, rate, seed), path in runs.items():
+        if not os.path.exists(f"{path}/finished"):
+            command = [f"{method}.py", "--model", f"{SFT}/hf", "--output-dir", path]
+            command += ["--seed", str(seed), "--learning-rate", f"{rate:g}"]
+            command += ["--resume", "auto" if os.path.exists(f"{path}/args.json") else "no"]
+            commands[f"{path}.log"] = [*command, *METHODS[method], *EVALUATION]
+    run_all(commands, jobs, bar)
+    for path in runs.values():
+        for engine in ("policy", "critic"):
+            for state in glob.glob(f"{path}/checkpoints/*/{engine}"):
+                shutil.rmtree(state)
+    return runs
+
+
+def evaluate(paths: list[str], name: str, options: list[str], jobs: int, bar: tqdm) -> list[float]:
+    """pass@1 of the newest checkpoints of these runs; the results stay there as <name>.json."""
+    commands = {}
+    for path in paths:
+        if not os.path.exists(output := f"{path}/{name}.json"):
+            command = ["evaluate.py", "--model", f"{path}/hf", "--output", output, *options]
+            commands[f"{path}/{name}.log"] = command
+    run_all(commands, jobs, bar)
+    scores = []
+    for path in paths:
+        with open(f"{path}/{name}.json") as file:
+            scores.append(json.load(file)["pass@1"])
+    return scores
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def read_curve(path: str, start: float) -> list[dict[str, float]]:
+    """A run's evaluations on validation problems, that of the SFT checkpoint (`start`) first:
+    iterations' worth of sampled episodes, gradient steps, seconds of training (evaluation and
+    saving apart, but for RestEM, whose walk needs its evaluations), tokens sampled, mean reward
+    since the last one."""
+    method = os.path.basename(path).split("-")[0]
+    with open(f"{path}/args.json") as file:
+        args = json.load(file)
+    episodes = args["num_prompts"] * args["group_size"]
+    points = [{"iteration": 0.0, "steps": 0, "seconds": 0.0, "tokens": 0, "pass@1": start}]
+    total, rewards = dict(points[0]), []
+    with open(f"{path}/metrics.jsonl") as file:
+        lines = [json.loads(line) for line in file]
+    for line in lines:
+        if "rollout/reward" in line:
+            rewards.append(line["rollout/reward"])
+            total["iteration"] += episodes / EPISODES
+        total["steps"] += {"restem": line.get("walk/updates", 0), "dpo_pos": 1}.get(
+            method, args.get("update_epochs", 1) * episodes // args["minibatch_size"]
+        )
+        apart = ("time/save",) if method == "restem" else ("time/save", "time/evaluate")
+        total["seconds"] += line["time/iteration"] - sum(line.get(name, 0) for name in apart)
+        total["tokens"] += line.get("tokens/sample", 0) + line.get("tokens/rollouts", 0)
+        if "eval/pass@1" in line:
+            point = {**total, "pass@1": line["eval/pass@1"], "done": line["iteration"]}
+            points.append(point | ({"reward": statistics.mean(rewards)} if rewards else {}))
+            rewards = []
+    return points
+
+
+def reach(curve: list[dict[str, float]], target: float, axis: str) -> float:
+    """Where a curve first reaches `target`, on straight lines between evaluations; inf: never."""
+    for before, after in itertools.pairwise(curve):
+        if after["pass@1"] >= target:
+            if before["pass@1"] >= target:
+                return before[axis]
+            share = (target - before["pass@1"]) / (after["pass@1"] - before["pass@1"])
+            return before[axis] + share * (after[axis] - before[axis])
+    return float("inf")
+
+
+@torch.no_grad()
+def measure_kl(path: str, curve: list[dict[str, float]], temperature: float = 0.6) -> None:
+    """Adds KL(policy, SFT checkpoint) to the points of a curve: exact at each token of the
+    demonstrations for 100 validation problems, summed over tokens, mean over problems."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(f"{SFT}/hf")
+    problems = data.load_problems("chain", "validation")[:100]
+    encoded = data.encode_solutions(problems, tokenizer, 128)
+
+    def logprobs_of(model: str) -> list[torch.Tensor]:
+        policy = AutoModelForCausalLM.from_pretrained(model).eval()
+        logits = [policy(torch.tensor([p + r])).logits[0, len(p) - 1 : -1] for p, r in encoded]
+        return [torch.log_softmax(x / temperature, dim=-1) for x in logits]  # (T, V) each
+
+    reference = logprobs_of(f"{SFT}/hf")
+    curve[0]["kl"] = 0.0
+    for point in curve[1:]:
+        policy = logprobs_of(f"{path}/checkpoints/iteration_{point['done']:06d}/hf")
+        kls = [(p.exp() * (p - q)).sum().item() for p, q in zip(policy, reference, strict=True)]
+        point["kl"] = statistics.mean(kls)
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def spread(values: list[float], form: str = ".3f") -> str:
+    """Mean (lowest to highest), `never` for a seed that does not get there."""
+    reached = [value for value in values if value != float("inf")]
+    if not reached:
+        return "never"
+    text = f"{statistics.mean(reached):{form}}"
+    if len(values) > 1:
+        text += f" ({min(reached):{form}} to {max(reached):{form}})"
+    missing = len(values) - len(reached)
+    return text + (f", {missing} of {len(values)} never" if missing else "")
+
+
+def draw(curves: dict[str, list[list[dict]]], grid: dict, output: str) -> None:
+    """One panel an axis; a line a seed, and the learning rates of the grid."""
+    figure, panels = plt.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
+    axes = {
+        "iteration": f"sampled episodes / {EPISODES} (iterations of VinePPO, PPO, GRPO, RLOO)",
+        "steps": "gradient steps",
+        "seconds": "seconds of training, one core (evaluation apart, but for RestEM)",
+        "kl": "KL(policy, SFT checkpoint) of a response, nats",
+        "reward": "mean reward on training prompts, temperature 0.6",
+    }
+    for panel, (axis, label) in zip(panels.flat, axes.items(), strict=False):
+        for method, seeds in curves.items():
+            for i, curve in enumerate(seeds):
+                points = [point for point in curve if axis in point]
+                panel.plot(
+                    [point[axis] for point in points],
+                    [point["pass@1"] for point in points],
+                    ".-",
+                    color=COLOURS[method],
+                    label=NAMES[method] if i == 0 else None,
+                    alpha=0.7,
+                )
+        panel.set(xlabel=label, ylabel="pass@1, validation, temperature 0.35", ylim=(0, 1))
+        panel.grid(alpha=0.3)
+    panels.flat[2].set_xscale("symlog", linthresh=10)
+    panels.flat[0].legend()
+    last = panels.flat[5]
+    for method, rates in grid.items():
+        xs = sorted(rates)
+        means = [statistics.mean(rates[x]) for x in xs]
+        last.plot(xs, means, "-", color=COLOURS[method])
+        for x in xs:
+            last.plot([x] * len(rates[x]), rates[x], ".", color=COLOURS[method], alpha=0.7)
+    last.set(xscale="log", xlabel="learning rate", ylabel="last pass@1, validation", ylim=(0, 1))
+    last.grid(alpha=0.3)
+    figure.savefig(output, dpi=90)
+    plt.close(figure)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def describe_machine() -> str:
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    with open("/proc/cpuinfo") as file:
+        names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+    return f"{os.cpu_count()} cores ({names[0] if names else platform.machine()}), no GPU"
+
+
+def write_results(
+    output: str,
+    curves: dict[str, list[list[dict[str, float]]]],
+    scores: dict[str, dict[float, list[float]]],
+    best: dict[str, float],
+    test: dict[str, list[float]],
+    sft: float,
+    seeds: tuple[int, ...],
+    minutes: float,
+) -> None:
+    peaks = [max(p["pass@1"] for p in curve) for curve in curves.get("ppo", [])]
+    rows = []
+    for method, runs in curves.items():
+        ends = [curve[-1] for curve in runs]
+        per_iteration = [end["seconds"] / end["iteration"] for end in ends]
+        rows.append(
+            [
+                NAMES[method],
+                f"{best[method]:.2g}",
+                spread(test[method]),
+                spread([max(point["pass@1"] for point in curve) for curve in runs]),
+                *(
+                    spread([reach(*pair, axis) for pair in zip(runs, peaks, strict=True)], ".0f")
+                    if peaks
+                    else "-"
+                    for axis in ("steps", "seconds")
+                ),
+                spread([reach(curve, 0.6, "steps") for curve in runs], ".0f"),
+                spread([reach(curve, 0.6, "seconds") for curve in runs], ".0f"),
+                spread(per_iteration, ".1f"),
+                f"{statistics.mean(end['tokens'] for end in ends) / 1e3:.0f}",
+            ]
+        )
+    header = ["method", "learning rate", "test pass@1, last", "validation pass@1, best"]
+    header += ["gradient steps to PPO's peak", "seconds to it", "gradient steps to 0.6"]
+    header += ["seconds to it", f"seconds for {EPISODES} episodes", "thousand tokens sampled"]
+    rates = sorted({rate for of_method in scores.values() for rate in of_method})
+    grid_rows = [
+        [NAMES[m], *(spread(of[rate]) if rate in of else "" for rate in rates)]
+        for m, of in scores.items()
+    ]
+    to_06 = {m: [reach(curve, 0.6, "steps") for curve in runs] for m, runs in curves.items()}
+    paired = []  # never / never is NaN, 100 / never is 0
+    for method, theirs in to_06.items() if "vineppo" in to_06 else ():
+        pairs = zip(to_06["vineppo"], theirs, strict=True)
+        ratios = [f"{a / b:.2f}" if b < float("inf") else "never" for a, b in pairs]
+        paired.append([NAMES[method], *ratios])
+    text = f"""# The methods, compared
+
+Written by `python -m analysis.compare` (`make compare`); do not edit. {time.strftime("%Y-%m-%d")},
+{describe_machine()}, one core or GPU a run, {minutes:.0f} minutes for what this call had to run.
+
+Embedded task; every run starts from the same SFT checkpoint (pass@1 on the test problems
+{sft:.3f}) and samples 20 x {EPISODES} episodes; rollouts come on top. Each script has its defaults,
+but for the learning rate, and for 250 validation problems with 4 responses each. Mean of seeds
+{", ".join(map(str, seeds))} (lowest to highest). pass@1 at temperature 0.35; test: 500 problems, 16
+responses each.
+
+{table(header, rows)}
+Seconds are of training on one core, without evaluation (but for RestEM, whose walk evaluates), and
+with another run on the machine's other core. PPO's peak is that of the same seed's
+validation curve; where a curve crosses a level is read off a straight line between two evaluations.
+
+VinePPO's gradient steps to 0.6 as a share of the method's own, by seed ("never": the method does
+not get there):
+
+{table(["method", *(f"seed {seed}" for seed in seeds)], paired)}
+## Learning rates
+
+The last pass@1 on validation problems. The best mean decides; the grid goes on until no method's
+best lies at its edge.
+
+{table(["method", *(f"{rate:.2g}" for rate in rates)], grid_rows)}
+![Accuracy by episodes, gradient steps, seconds, KL and training reward; the grid](results.png)
+"""
+    with open(f"{output}/results.md", "w") as file:
+        file.write(text)
+
+
+def main(
+    seeds: tuple[int, ...] = (1, 2, 3),
+    grid: bool = True,
+    folder: str = "runs/compare",
+    output: str = "docs",
+    jobs: int = torch.cuda.device_count() or min(2, os.cpu_count() or 1),
+    methods: tuple[str, ...] = tuple(METHODS),
+) -> None:
+    """--no-grid: the scripts' own learning rates. `output`: where results.md and .png go."""
+    started = time.time()
+    os.makedirs(folder, exist_ok=True)
+    os.makedirs(output, exist_ok=True)
+    make_sft(make_launcher())
+    bar = tqdm(unit="run", smoothing=0)
+    rates = {m: list(GRID) for m in methods}
+    if not grid:
+        rates = {m: [importlib.import_module(m).Args().learning_rate] for m in methods}
+    while True:
+        wanted = [(m, rate, seed) for m in methods for rate in rates[m] for seed in seeds]
+        runs = train(wanted, folder, jobs, bar)
+        last = {key: read_curve(path, 0.0)[-1]["pass@1"] for key, path in runs.items()}
+        scores = {m: {r: [last[m, r, s] for s in seeds] for r in sorted(rates[m])} for m in methods}
+        best = {
+            m: max(scores[m], key=lambda r, m=m: statistics.mean(scores[m][r])) for m in methods
+        }
+        low = [m for m in methods if grid and best[m] == min(rates[m])]
+        high = [m for m in methods if grid and best[m] == max(rates[m])]
+        if not low + high:
+            break
+        for m in low:
+            rates[m].append(best[m] / 2)
+        for m in high:
+            rates[m].append(best[m] * 2)
+    paths = {m: [runs[m, best[m], seed] for seed in seeds] for m in methods}
+    sft, *found = evaluate([SFT, *itertools.chain(*paths.values())], "test", [], jobs, bar)
+    test = {m: [found.pop(0) for _ in seeds] for m in methods}
+    options = ["--split", "validation", "--num-problems", "250", "--rounds", "4"]
+    (start,) = evaluate([SFT], "validation", options, jobs, bar)
+    curves = {m: [read_curve(path, start) for path in paths[m]] for m in methods}
+    bar.set_postfix_str("KL")
+    for m in methods:
+        for path, curve in zip(paths[m], curves[m], strict=True):
+            measure_kl(path, curve)
+    bar.close()
+    minutes = (time.time() - started) / 60
+    write_results(output, curves, scores, best, test, sft, seeds, minutes)
+    draw(curves, scores, f"{output}/results.png")
+    print(f"{output}/results.md")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
