@@ -1,4 +1,4 @@
-"""Copies what the policy-gradient scripts share from vineppo.py into the others.
+"""Copies what the scripts share from vineppo.py into the others.
 
 python -m tests.sync_scripts
 """
@@ -6,6 +6,7 @@ python -m tests.sync_scripts
 import difflib
 import os
 import re
+import textwrap
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOURCE = "vineppo.py"
@@ -13,6 +14,27 @@ COPIES = ["ppo.py", "grpo.py", "rloo.py"]
 # The sections that make a script what it is; those with a letter are PPO's critic.
 OWN = {"0", "2 tail", "3", "5b", "6.5", "6.6b"}
 LEARNING_RATE = re.compile(r"^    learning_rate: float = .*$", re.MULTILINE)  # each its own best
+# What stands in the other three as well, indented as it may be: (first line, last line).
+PASSAGES = {
+    "log-probs": ("def compute_logprobs(", "return torch.zeros_like(response_mask)"),
+    "schedule": ("def learning_rate_at(", "return peak * "),
+    "flags of the model": ("dtype: Literal", "share of a GPU's memory for vLLM"),
+    "processes": ("import deepspeed", "deepspeed.init_distributed("),
+    "set-up": ("tokenizer = AutoTokenizer", "ref_model = AutoModelForCausalLM"),
+    "optimizer": ("adamw = ", '"optimizer": '),
+    "engine": ("policy, *_ = deepspeed.initialize(", "model=model, model_parameters="),
+    "draw prompts": ("drawn = run.draw(len(problems)", "b_answer = "),
+    "sample responses": ('logger.phase("sample")', 'metrics["tokens/sample"]'),
+    "rewards": ('logger.phase("grade")', 'metrics["rollout/reward"]'),
+    "sequences": ("prompt_lens = torch.tensor(", "input_ids = pad_sequence("),
+    "evaluation": ("scores = sampling.evaluate(", 'metrics["eval/pass@1"] = sum(scores)'),
+    "checkpoints": ("if done % args.save_every == 0", "logger.save(done"),
+}
+OTHERS = {  # the passages that a script has
+    "restem.py": set(PASSAGES) - {"checkpoints"},
+    "dpo_pos.py": set(PASSAGES) - {"draw prompts", "sample responses", "rewards"},
+    "sft.py": {"log-probs", "schedule", "processes", "optimizer", "engine", "checkpoints"},
+}
 
 
 def read_sections(text: str) -> dict[str, str]:
@@ -37,6 +59,28 @@ def synced(text: str, source: str) -> str:
     return "".join(own[name] if name in OWN else shared[name] for name in own)
 
 
+def find_passage(text: str, name: str) -> tuple[int, int]:
+    """Where it stands: whole lines, the first that begins with its first line."""
+    first, last = (re.escape(line) for line in PASSAGES[name])
+    match = re.search(rf"^ *{first}(?:.*\n)*? *(?:\"\"\")?{last}.*\n", text, re.MULTILINE)
+    assert match, f"the passage {name!r} ({PASSAGES[name][0]} ...) is missing"
+    return match.span()
+
+
+def read_passage(text: str, name: str) -> str:
+    start, end = find_passage(text, name)
+    return textwrap.dedent(text[start:end])
+
+
+def synced_passages(text: str, source: str, names: set[str]) -> str:
+    """`text` with these passages as they stand in `source`, indented as in `text`."""
+    for name in names:
+        start, end = find_passage(text, name)
+        indent = re.match(" *", text[start:end])[0]
+        text = text[:start] + textwrap.indent(read_passage(source, name), indent) + text[end:]
+    return text
+
+
 def count_differences(one: str, other: str) -> tuple[int, int]:
     """(rows that differ in `diff -y`, hunks of `diff`) of two texts."""
     matcher = difflib.SequenceMatcher(None, one.splitlines(), other.splitlines(), autojunk=False)
@@ -47,11 +91,12 @@ def count_differences(one: str, other: str) -> tuple[int, int]:
 def main() -> None:
     with open(os.path.join(ROOT, SOURCE)) as file:
         source = file.read()
-    for name in COPIES:
+    for name in [*COPIES, *OTHERS]:
         path = os.path.join(ROOT, name)
         with open(path) as file:
             before = file.read()
-        after = synced(before, source)
+        copied = name in COPIES
+        after = synced(before, source) if copied else synced_passages(before, source, OTHERS[name])
         if after != before:
             with open(path, "w") as file:
                 file.write(after)

@@ -2,14 +2,17 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import dpo_pos
 import evaluate
 import grpo
+import ppo
+import restem
 import rloo
-import sft
 import vineppo
 from common import run
 
@@ -249,13 +252,6 @@ def test_mean_of_ignores_what_is_missing():
     assert run.mean_of([{"a": 1.0, "b": 2.0}, {"a": 3.0}]) == {"a": 2.0, "b": 2.0}
 
 
-def test_shared_text_of_sft_is_that_of_vineppo():
-    import inspect
-
-    for name in ("compute_logprobs", "learning_rate_at"):
-        assert inspect.getsource(getattr(sft, name)) == inspect.getsource(getattr(vineppo, name))
-
-
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
@@ -313,3 +309,210 @@ def test_rloo_is_one_step_vineppo():
     steps = torch.zeros(8, 3, dtype=torch.long)
     expected = vineppo.compute_advantages(rewards, others, steps, mask)
     assert torch.equal(rloo.compute_advantages(rewards, 8, mask), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_family_in_one_line(seed):
+    """VinePPO with one step, valued by the rest of the group, is RLOO; GRPO is RLOO's advantage,
+    scaled by (G - 1) / G and divided by the group's spread."""
+    rewards = torch.rand(32, generator=torch.Generator().manual_seed(seed))
+    groups, mask = rewards.view(4, 8), torch.ones(32, 1)
+    others = ((groups.sum(dim=1, keepdim=True) - groups) / 7).view(-1, 1)
+    steps = torch.zeros(32, 1, dtype=torch.long)
+    leave_one_out = rloo.compute_advantages(rewards, 8, mask)
+    torch.testing.assert_close(
+        leave_one_out, vineppo.compute_advantages(rewards, others, steps, mask)
+    )
+    spread = groups.std(dim=1, correction=0, keepdim=True).expand_as(groups).reshape(-1, 1)
+    expected = leave_one_out * 7 / 8 / spread
+    torch.testing.assert_close(grpo.compute_advantages(rewards, 8, mask), expected)
+
+
+# ---- PPO's critic --------------------------------------------------------------------------------
+
+
+def test_gae_by_hand():
+    """gamma .5, lambda .5, values .4 .2 .6, reward 1 at the end. Deltas: .5 * .2 - .4 = -.3,
+    .5 * .6 - .2 = .1, 1 - .6 = .4; then .4, .1 + .25 * .4 = .2, -.3 + .25 * .2 = -.25."""
+    values = torch.tensor([[0.4, 0.2, 0.6, 9.0], [0.3, 9.0, 9.0, 9.0]])
+    mask = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])  # the second is a response of one token
+    advantages = ppo.compute_advantages(torch.tensor([1.0, 1.0]), values * mask, mask, 0.5, 0.5)
+    expected = torch.tensor([[-0.25, 0.2, 0.4, 0.0], [0.7, 0, 0, 0]])
+    torch.testing.assert_close(advantages, expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gae_is_the_double_sum(seed):
+    """Eq. 15 and 16 written out, at gamma .9 and lambda .95, for rows of unlike lengths."""
+    rewards, _, _, mask, _ = random_steps(seed)
+    values = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)) * mask
+    advantages = ppo.compute_advantages(rewards, values, mask, 0.9, 0.95)
+    for row in range(len(rewards)):
+        length = int(mask[row].sum())
+        rs = [0.0] * (length - 1) + [rewards[row].item()]
+        vs = [*values[row, :length].tolist(), 0.0]
+        for t in range(length):
+            expected = sum(
+                (0.9 * 0.95) ** (u - t) * (rs[u] + 0.9 * vs[u + 1] - vs[u])
+                for u in range(t, length)
+            )
+            assert advantages[row, t].item() == pytest.approx(expected, abs=1e-5)
+        assert (advantages[row, length:] == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gae_without_discounts_is_reward_minus_value(seed):
+    rewards, _, _, mask, _ = random_steps(seed)
+    values = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)) * mask
+    advantages = ppo.compute_advantages(rewards, values, mask, 1.0, 1.0)
+    torch.testing.assert_close(advantages, (rewards[:, None] - values) * mask)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "target", "loss", "gradient"),
+    [
+        (0.6, 0.5, 1.0, 0.5 * 0.4**2, -0.4),  # inside the clip: the plain error
+        (0.9, 0.5, 1.0, 0.5 * 0.3**2, 0.0),  # it rose past .7, towards the target: no more of it
+        (0.9, 0.5, 0.0, 0.5 * 0.9**2, 0.9),  # it rose away from the target: pulled back
+        (0.1, 0.5, 0.0, 0.5 * 0.3**2, 0.0),  # it fell past .3, towards the target
+        (0.1, 0.5, 1.0, 0.5 * 0.9**2, -0.9),  # it fell away from the target
+    ],
+)
+def test_value_clip(new, old, target, loss, gradient):
+    value = torch.tensor([[new, 5.0]], requires_grad=True)  # the second is padding
+    found, sums = ppo.compute_value_loss(
+        value,
+        torch.tensor([[old, 0.0]]),
+        torch.tensor([[target, 0.0]]),
+        torch.tensor([[1.0, 0.0]]),
+        num_tokens=2,
+        clip_coef_value=0.2,
+    )
+    found.backward()
+    assert found.item() == pytest.approx(loss / 2)  # of two tokens in the minibatch
+    assert value.grad[0].tolist() == pytest.approx([gradient / 2, 0.0])
+    assert sums["loss/value"].item() == pytest.approx(loss)
+    assert sums["value/clip_fraction"] == float(gradient == 0.0)
+
+
+def test_values_are_read_before_their_tokens(model):
+    """The critic's head on the hidden state one position before each token, padded or alone; and a
+    token never changes its own value."""
+    hidden_size = model.get_output_embeddings().in_features
+    old_head, head = model.get_output_embeddings(), torch.nn.Linear(hidden_size, 1)
+    model.set_output_embeddings(head)
+    rows = [([5, 6, 7], [8, 9, 0]), ([5], [0])]
+    input_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(p + r) for p, r in rows], True)
+    prompt_lens, mask = torch.tensor([3, 1]), torch.tensor([[1.0, 1, 1], [1, 0, 0]])
+    with torch.no_grad():
+        values = ppo.compute_values(model, input_ids, prompt_lens, mask)
+        for row, (prompt, response) in enumerate(rows):
+            hidden = model(torch.tensor([prompt + response]), output_hidden_states=True)
+            expected = head(hidden.hidden_states[-1][0, len(prompt) - 1 : -1])[:, 0]
+            torch.testing.assert_close(values[row, : len(response)], expected)
+        assert (values[1, 1:] == 0).all()
+        input_ids[0, 4] = 1
+        changed = ppo.compute_values(model, input_ids, prompt_lens, mask)
+    assert torch.equal(changed[0, :2], values[0, :2]) and changed[0, 2] != values[0, 2]
+    model.set_output_embeddings(old_head)
+
+
+# ---- RestEM and DPO-Positive ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "chosen"),
+    [
+        ([0.1], 0),  # nothing was trained
+        ([0.1, 0.2, 0.3, 0.25], 2),
+        ([0.1, 0.2, 0.2, 0.9], 1),  # a tie ends the walk
+        ([0.3, 0.2, 0.9], 0),  # step 0 is a candidate: the SFT checkpoint itself
+        ([0.1, 0.2, 0.15, 0.9], 1),  # what comes after the first fall is not looked at
+        ([0.1, 0.2, 0.3], 2),
+    ],
+)
+def test_the_walk(accuracies, chosen):
+    assert restem.select_checkpoint(accuracies) == chosen
+
+
+def test_sft_loss_weighs_responses_not_tokens():
+    logprobs = torch.tensor([[-1.0, -3.0, -2.0], [-4.0, 0.0, 0.0]])
+    mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
+    assert restem.compute_sft_loss(logprobs, mask, num_responses=2).item() == 3.0  # (2 + 4) / 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_dpo_positive_against_numpy(seed):
+    """Both sides of the max: right responses that became likelier and rarer than the reference."""
+    rng = np.random.default_rng(seed)
+    new, ref = rng.normal(-30, 2, (2, 2, 16))
+    beta, penalty = 0.1, 5.0
+    pi_w, pi_l, ref_w, ref_l = new[0], new[1], ref[0], ref[1]
+    z = (pi_w - pi_l) - (ref_w - ref_l) - penalty * np.maximum(0, ref_w - pi_w)
+    expected = np.log1p(np.exp(-beta * z))
+    losses, logs = dpo_pos.compute_dpo_positive_loss(
+        torch.tensor(new), torch.tensor(ref), beta, penalty
+    )
+    np.testing.assert_allclose(losses.numpy(), expected)
+    assert 0 < logs["dpo/penalised"].mean() < 1
+    np.testing.assert_allclose(logs["dpo/chosen_logratio"].numpy(), pi_w - ref_w)
+
+
+def test_dpo_positive_by_hand_and_its_gradient():
+    """Likelier right response: plain DPO, z = 1 + 2 = 3. Rarer one, the same margin: z = 3 - 50."""
+
+    def loss_of(chosen, rejected, penalty=50.0):
+        logprobs = torch.tensor([[chosen], [rejected]], requires_grad=True)
+        losses, _ = dpo_pos.compute_dpo_positive_loss(logprobs, torch.zeros(2, 1), 0.1, penalty)
+        losses.sum().backward()
+        return losses.item(), logprobs.grad.flatten().tolist()
+
+    loss, gradient = loss_of(1.0, -2.0)
+    assert loss == pytest.approx(math.log1p(math.exp(-0.3))) == loss_of(1.0, -2.0, 0.0)[0]
+    weight = 0.1 / (1 + math.exp(0.3))  # beta * sigmoid(-beta z)
+    assert gradient == pytest.approx([-weight, weight])
+    loss, gradient = loss_of(-1.0, -4.0)
+    assert loss == pytest.approx(math.log1p(math.exp(4.7)), rel=1e-6)
+    weight = 0.1 / (1 + math.exp(-4.7))
+    assert gradient == pytest.approx([-51 * weight, weight])  # 1 + penalty: the right one first
+    assert loss_of(-1.0, -4.0, 0.0)[0] == pytest.approx(loss_of(1.0, -2.0)[0])  # what DPO allows
+
+
+def test_pairs():
+    rewards = [1.0, 0.0, 1.0, 0.0, 0.0]
+    pairs = dpo_pos.make_pairs(rewards, 64, seed=1)
+    assert sorted(pairs) == [(0, 1), (0, 3), (0, 4), (2, 1), (2, 3), (2, 4)]
+    some = dpo_pos.make_pairs(rewards, 4, seed=1)
+    assert len(set(some)) == 4 and set(some) < set(pairs)
+    assert dpo_pos.make_pairs(rewards, 4, seed=1) == some != dpo_pos.make_pairs(rewards, 4, seed=2)
+    assert dpo_pos.make_pairs([1.0, 1.0], 64, 1) == dpo_pos.make_pairs([0.0, 0.0], 64, 1) == []
+
+
+# ---- batches in which nothing, or everything, is right -------------------------------------------
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_batches_of_equal_rewards_give_zero_and_no_nan(reward):
+    """VinePPO (all rollouts alike), GRPO and RLOO say nothing; PPO still says R - V."""
+    rewards, mask = torch.full((4,), reward), torch.tensor([[1.0, 1], [1, 0], [1, 1], [1, 0]])
+    steps, values = torch.zeros(4, 2, dtype=torch.long), torch.full((4, 1), reward)
+    for advantages in (
+        vineppo.compute_advantages(rewards, values, steps, mask),
+        grpo.compute_advantages(rewards, 2, mask),
+        rloo.compute_advantages(rewards, 2, mask),
+    ):
+        assert (advantages == 0).all() and (vineppo.whiten(advantages, mask) == 0).all()
+    critic_values = torch.tensor([[0.5, 0.25], [0.5, 0], [0.5, 0.25], [0.5, 0]])
+    advantages = ppo.compute_advantages(rewards, critic_values, mask, 1.0, 1.0)
+    torch.testing.assert_close(advantages, (reward - critic_values) * mask)
+    assert ppo.whiten(advantages, mask).isfinite().all()
+
+
+def test_a_single_response_of_a_single_token():
+    mask = torch.ones(1, 1)
+    one = ppo.compute_advantages(torch.tensor([1.0]), torch.tensor([[0.25]]), mask, 0.9, 0.95)
+    assert one.tolist() == [[0.75]] and ppo.whiten(one, mask).tolist() == [[0.0]]
+    steps = torch.zeros(1, 1, dtype=torch.long)
+    assert vineppo.compute_advantages(
+        torch.tensor([0.0]), torch.tensor([[0.25]]), steps, mask
+    ).tolist() == [[-0.25]]

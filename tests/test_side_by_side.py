@@ -1,4 +1,5 @@
-"""The policy-gradient scripts are one text with several estimators, to the byte."""
+"""The policy-gradient scripts are one text with several estimators, to the byte; the other three
+share passages with them."""
 
 import os
 
@@ -7,12 +8,16 @@ import pytest
 from tests.sync_scripts import (
     COPIES,
     LEARNING_RATE,
+    OTHERS,
     OWN,
     ROOT,
     SOURCE,
     count_differences,
+    find_passage,
+    read_passage,
     read_sections,
     synced,
+    synced_passages,
 )
 
 BUDGETS = {"vineppo.py": 480, "ppo.py": 540, "grpo.py": 450, "rloo.py": 450, "sft.py": 320}
@@ -67,6 +72,26 @@ def test_a_changed_line_is_found_and_mended(name, section):
     broken = "".join(sections.values())
     assert read_sections(broken)[section] != read_sections(source)[section]
     assert synced(broken, source) == read(name)
+
+
+PASSAGES_OF = [(script, name) for script, names in OTHERS.items() for name in sorted(names)]
+
+
+@pytest.mark.parametrize(("script", "name"), PASSAGES_OF)
+def test_shared_passages_are_the_same(script, name):
+    ours, source = read_passage(read(script), name), read_passage(read(SOURCE), name)
+    assert ours == source, f"{name}: `python -m tests.sync_scripts` mends it"
+
+
+@pytest.mark.parametrize(("script", "name"), PASSAGES_OF)
+def test_a_changed_passage_is_found_and_mended(script, name):
+    text, source = read(script), read(SOURCE)
+    start, end = find_passage(text, name)
+    lines = text[start:end].splitlines(keepends=True)
+    middle = len(lines) // 2
+    broken = "".join([text[:start], *lines[:middle], "  # changed\n", *lines[middle:], text[end:]])
+    assert read_passage(broken, name) != read_passage(source, name)
+    assert synced_passages(broken, source, OTHERS[script]) == text
 
 
 @pytest.mark.parametrize(("pair", "rows"), DIFFERENCES.items())

@@ -1,0 +1,50 @@
+"""Exact values on the embedded task, by dynamic programming.
+
+What a response can still become depends on its running digit and on the operations to come. So a
+policy that reads nothing else is a table, P(result | operation, digit, operand), and the value of
+each of its states follows from the last operation to the first. A trained policy could look at
+more: `python -m analysis.gradient` prints how far the prompts' mean value is from the reward.
+"""
+
+import re
+
+import torch
+
+from common.data import apply_operation
+
+LINE = re.compile(r"[a-z]+ (\d)([+-])(\d)=(\d) [a-z]+\n")
+OPS = "+-"
+
+
+def read_prompt(prompt: str) -> tuple[int, list[tuple[str, int]]]:
+    """`2-3+8=?` -> 2, [("-", 3), ("+", 8)]."""
+    operations = re.findall(r"([+-])(\d)", prompt)
+    return int(prompt[0]), [(op, int(operand)) for op, operand in operations]
+
+
+def read_digits(prompt: str, step_texts: list[str]) -> list[int] | None:
+    """The running digit in which each step of a response starts, the answer line's included; None
+    for a response that is not a line for each operation of the prompt (its digit, its operation,
+    its operand) and an answer line."""
+    digit, operations = read_prompt(prompt)
+    digits = [digit]
+    if len(step_texts) != len(operations) + 1:
+        return None
+    for (op, operand), text in zip(operations, step_texts, strict=False):
+        match = LINE.fullmatch(text)
+        if not match or match.groups()[:3] != (str(digits[-1]), op, str(operand)):
+            return None
+        digits.append(int(match[4]))
+    return digits
+
+
+def exact_values(prompt: str, table: torch.Tensor) -> torch.Tensor:
+    """(S, 10) values of the states with digit d in which step i starts; the last step is the answer
+    line, right where d is. `table` (2, 10, 10, 10): P(result | operation, digit, operand)."""
+    digit, operations = read_prompt(prompt)
+    for op, operand in operations:
+        digit = apply_operation(digit, op, operand)
+    values = [torch.eye(10)[digit]]
+    for op, operand in reversed(operations):
+        values.append(table[OPS.index(op), :, operand] @ values[-1])
+    return torch.stack(values[::-1])

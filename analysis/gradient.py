@@ -1,0 +1,225 @@
+"""How well does an estimator of advantages point? The cosine of an iteration's policy gradient with
+the exact one, on the embedded task: no training, a few minutes.
+
+    python -m analysis.gradient --model runs/sft/hf
+
+The exact gradient knows no sampled reward and no sampled digit: at the `=` of each line of many
+responses it is sum over results of grad P(result) * V(state after it), V by dynamic programming.
+(What else a response says changes nothing.) An estimator's gradient is that of a batch of the
+training loop before its first step, without KL: mean over tokens of A grad log P(token).
+"""
+
+import math
+import statistics
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+import grpo
+import ppo
+import rloo
+import vineppo
+from analysis.exact import OPS, exact_values, read_digits, read_prompt
+from common import data, grading, require, run, sampling, steps
+
+MAX_RESPONSE_LEN = 80
+
+
+class Episode(NamedTuple):
+    problem: data.Problem
+    prompt_ids: list[int]
+    ids: list[int]
+    reward: float
+    ends: list[int]  # of its steps
+    digits: list[int] | None  # running digit in which each step starts; None: not a proper chain
+
+
+def sample_episodes(sampler, tokenizer, problems, group_size, temperature, seed) -> list[Episode]:
+    prompts = tokenizer([problem.prompt for problem in problems]).input_ids
+    limits = [MAX_RESPONSE_LEN] * len(prompts)
+    groups = sampler.generate(prompts, group_size, temperature, 1.0, limits, seed)
+    episodes = []
+    for problem, prompt_ids, group in zip(problems, prompts, groups, strict=True):
+        ids, finished = [s.ids for s in group], [s.finished for s in group]
+        rewards = grading.grade_all(tokenizer, ids, finished, [problem.answer] * group_size)
+        for response, reward in zip(ids, rewards, strict=True):
+            ends, _ = steps.split_steps(response, tokenizer, "line")
+            texts = steps.step_texts(response, ends, tokenizer)
+            digits = read_digits(problem.prompt, texts)
+            episodes.append(Episode(problem, prompt_ids, response, reward, ends, digits))
+    return episodes
+
+
+def pad(episodes: list[Episode], device) -> list[torch.Tensor]:
+    """(b, L) input_ids, (b,) prompt_lens, (b, T) response_mask."""
+    sequences = [torch.tensor(e.prompt_ids + e.ids) for e in episodes]
+    prompt_lens = torch.tensor([len(e.prompt_ids) for e in episodes])
+    lengths = torch.tensor([len(e.ids) for e in episodes])
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
+    return [x.to(device) for x in (pad_sequence(sequences, batch_first=True), prompt_lens, mask)]
+
+
+def result_probabilities(
+    policy, tokenizer, episodes: list[Episode], temperature: float
+) -> Iterator[tuple[list[tuple[Episode, int]], torch.Tensor]]:
+    """64 episodes at a time: (episode, line) and (lines, 10) P(result), with its graph."""
+    tens = tokenizer.convert_tokens_to_ids(list("0123456789"))
+    equals = tokenizer.convert_tokens_to_ids("=")
+    for first in tqdm(range(0, len(episodes), 64), desc="exact"):
+        some = [episode for episode in episodes[first : first + 64] if episode.digits]
+        input_ids, prompt_lens, _ = pad(some, policy.device)
+        logits = policy(input_ids).logits / temperature  # (b, L, V)
+        lines, places = [], []
+        for row, episode in enumerate(some):
+            for line, start in enumerate([0, *episode.ends[:-2]]):
+                lines.append((episode, line))
+                places.append((row, int(prompt_lens[row]) + episode.ids.index(equals, start)))
+        rows, positions = zip(*places, strict=True)
+        yield lines, torch.softmax(logits[rows, positions], dim=-1)[:, tens]
+
+
+def flat_gradient(policy) -> torch.Tensor:
+    gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    policy.zero_grad()
+    return gradient
+
+
+def main(
+    model: str = "runs/sft/hf",
+    batches: int = 16,
+    num_prompts: int = 8,
+    group_size: int = 8,
+    exact_prompts: int = 512,
+    ks: tuple[int, ...] = (1, 3, 9),
+    temperature: float = 0.6,
+    seed: int = 1,
+) -> None:
+    """Gradients of `batches` x num_prompts x group_size episodes; the exact one and the table of
+    facts come from exact_prompts x group_size others."""
+    require(batches > 1 and min(ks) > 0, f"--batches {batches} --ks {ks}: too small")
+    run.set_up_processes()
+    run.check_model(model, 128)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dist.init_process_group("gloo")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sampler = sampling.Sampler(model, "float32", 128, 0.4)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    problems = data.load_problems("chain", "train")[: exact_prompts + batches * num_prompts]
+    episodes = sample_episodes(sampler, tokenizer, problems, group_size, temperature, seed)
+    others, episodes = (
+        episodes[: exact_prompts * group_size],
+        episodes[exact_prompts * group_size :],
+    )
+
+    # the table of facts, then the exact gradient, by halves
+    sums, counts = torch.zeros(2, 10, 10, 10), torch.zeros(2, 10, 10, 1)
+    with torch.no_grad():
+        for lines, results in result_probabilities(policy, tokenizer, others, temperature):
+            for (episode, line), result in zip(lines, results.cpu(), strict=True):
+                op, operand = read_prompt(episode.problem.prompt)[1][line]
+                sums[OPS.index(op), episode.digits[line], operand] += result
+                counts[OPS.index(op), episode.digits[line], operand] += 1
+    table = sums / counts.clamp(min=1)
+    values = {p.prompt: exact_values(p.prompt, table) for p in problems}  # (S, 10) each
+    halves = []
+    for half in (others[::2], others[1::2]):
+        for lines, results in result_probabilities(policy, tokenizer, half, temperature):
+            after = [values[episode.problem.prompt][line + 1] for episode, line in lines]  # (10,)
+            (results * torch.stack(after).to(results)).sum().backward()
+        halves.append(flat_gradient(policy))
+    exact = sum(halves)
+
+    # K rollouts from each state of each episode
+    starts = [(e, start) for e in episodes for start in [0, *e.ends[:-1]]]
+    prefixes = [e.ids[:start] for e, start in starts]
+    groups = sampler.generate(
+        [e.prompt_ids + prefix for (e, _), prefix in zip(starts, prefixes, strict=True)],
+        max(ks),
+        temperature,
+        1.0,
+        [MAX_RESPONSE_LEN - len(prefix) for prefix in prefixes],
+        seed + 1,
+        progress=True,
+    )
+    outcomes = [
+        grading.grade_all(
+            tokenizer,
+            [prefix + rollout.ids for rollout in group],
+            [rollout.finished for rollout in group],
+            [e.problem.answer] * max(ks),
+        )
+        for (e, _), prefix, group in zip(starts, prefixes, groups, strict=True)
+    ]
+
+    mean_reward = statistics.mean(e.reward for e in others)
+    cosines: dict[str, list[list[float]]] = {}
+    for first in tqdm(range(0, len(episodes), num_prompts * group_size), desc="estimators"):
+        batch = episodes[first : first + num_prompts * group_size]
+        inputs = pad(batch, policy.device)
+        mask = inputs[-1].cpu()
+        rewards = torch.tensor([e.reward for e in batch])
+        mine = [[outcomes.pop(0) for _ in e.ends] for e in batch]
+        step_index = torch.zeros(mask.shape, dtype=torch.long)
+        for row, e in enumerate(batch):
+            for end in e.ends[:-1]:
+                step_index[row, end:] += 1
+        of_k = {k: [[sum(o[:k]) / k for o in states] for states in mine] for k in ks}
+        known = [  # of a response that is no chain: no value
+            [values[e.problem.prompt][i, d].item() for i, d in enumerate(e.digits)]
+            if e.digits
+            else [0.0] * len(e.ends)
+            for e in batch
+        ]
+
+        def by_steps(step_values, rewards=rewards, step_index=step_index, mask=mask):
+            padded = pad_sequence([torch.tensor(v) for v in step_values], batch_first=True)
+            return vineppo.compute_advantages(rewards, padded, step_index, mask)
+
+        known_values = pad_sequence([torch.tensor(v) for v in known], True).gather(1, step_index)
+        estimates = {
+            "constant baseline": (rewards[:, None] - mean_reward) * mask,
+            "GRPO": grpo.compute_advantages(rewards, group_size, mask),
+            "RLOO": rloo.compute_advantages(rewards, group_size, mask),
+            "PPO, exact values as critic": ppo.compute_advantages(
+                rewards, known_values * mask, mask, 1.0, 1.0
+            ),
+            **{f"VinePPO, K = {k}": by_steps(of_k[k]) for k in ks},
+            "VinePPO, exact values": by_steps(known),
+        }
+        logprobs = vineppo.compute_logprobs(policy, *inputs, temperature)
+        for name, advantages in estimates.items():
+            found = []
+            for used in (advantages, vineppo.whiten(advantages, mask)):
+                loss = (logprobs * used.to(policy.device)).sum() / mask.sum()
+                loss.backward(retain_graph=True)
+                gradient = flat_gradient(policy)
+                found.append(torch.cosine_similarity(gradient, exact, dim=0).item())
+            cosines.setdefault(name, []).append(found)
+
+    chains = statistics.mean(e.digits is not None for e in others)
+    start_values = [values[e.problem.prompt][0, e.digits[0]].item() for e in others if e.digits]
+    agreement = torch.cosine_similarity(*halves, dim=0).item()
+    print(f"\nproper chains {chains:.4f}; facts seen {(counts > 0).sum()} of 160")
+    print(
+        f"mean exact V(prompt) {statistics.mean(start_values):.4f}, mean reward {mean_reward:.4f}"
+    )
+    print(f"exact gradient: cosine of its two halves {agreement:.3f}\n")
+    print(f"cosine of {num_prompts * group_size} episodes' gradient with the exact one,")
+    print(f"{batches} batches: mean, standard error; advantages as they are, and whitened\n")
+    for name, pairs in cosines.items():
+        plain, whitened = (
+            f"{statistics.mean(x):.3f} +- {statistics.stdev(x) / math.sqrt(batches):.3f}"
+            for x in zip(*pairs, strict=True)
+        )
+        print(f"{name:28} {plain}   {whitened}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
