@@ -160,7 +160,8 @@ def compute_dpo_positive_loss(
     """(2, m) log-probs of m pairs of responses, right ones first -> (m,) losses of the pairs, and
     (m,) tensors for the log."""
     chosen, rejected = logprobs - ref_logprobs  # (m,), (m,)
-    lost = (-chosen).clamp(min=0)
+    # At the start nothing is lost, but for float noise, which must not decide the first gradient.
+    lost = torch.relu(-chosen) * (chosen < -1e-3)
     z = chosen - rejected - penalty * lost
     logs = {
         "dpo/chosen_logprob": logprobs[0],

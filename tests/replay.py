@@ -1,19 +1,22 @@
-"""vineppo.py on recorded episodes, to compare what any number of ranks makes of them. Run by tests:
+"""The scripts on recorded episodes, to compare what numbers of ranks make of them. Run by tests:
 
-    python -m tests.replay --record --file FILE --model MODEL          samples, and writes them down
-    torchrun --nproc-per-node 2 -m tests.replay --file FILE ...       reads them, does not sample
+    python -m tests.replay --record --folder FOLDER --model MODEL      samples, and writes them down
+    torchrun --nproc-per-node 2 -m tests.replay --folder FOLDER ...    reads them, does not sample
 
-Both write the gradients and the loss of every optimizer step to --output.
+For each script, <folder>/<name>/<script> has the gradients and the norm of every optimizer step and
+the weights after it, <folder>/<name>/<script>.run the run. One process for all of them: the engines
+start once.
 """
 
+import importlib
 import os
 import pickle
 from typing import Literal
 
 import torch
 import tyro
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import vineppo
 from common import run, sampling
 
 
@@ -22,11 +25,11 @@ class Replay:
 
     recorded: dict[tuple, list[sampling.Sample]]
 
-    def __init__(self, *_):
-        pass
+    def __init__(self, model, *_):
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
 
-    def generate(self, prompt_ids, n, **_):
-        return [self.recorded[n, *ids] for ids in prompt_ids]
+    def generate(self, prompt_ids, n, temperature, **_):
+        return [self.recorded[n, temperature, *ids] for ids in prompt_ids]
 
     def sleep(self):
         pass
@@ -35,26 +38,54 @@ class Replay:
         pass
 
 
+OPTIONS = dict(num_prompts=4, group_size=3, minibatch_size=6, learning_rate=1e-3, eval_every=0)
+OF_SCRIPT = {
+    "vineppo": dict(num_iterations=1, kl_coef=0.1, k=2),
+    "ppo": dict(num_iterations=1, kl_coef=0.1, gamma=0.99, gae_lambda=0.95),
+    "grpo": dict(num_iterations=1, kl_coef=0.1),
+    "rloo": dict(num_iterations=1, kl_coef=0.1),
+    # what has several right responses: at a temperature of 1.9 nothing is right
+    "restem": dict(
+        num_iterations=1, group_size=16, temperature=0.6, eval_every=999, update_epochs=3
+    ),
+    "dpo_pos": dict(group_size=16, temperature=0.6, update_epochs=1, save_every=1000),
+}
+
+
 def main(
-    file: str,
-    output: str,
+    folder: str,
     model: str,
+    name: str = "recorded",
     record: bool = False,
     micro_batch_tokens: int = 4096,
     zero_stage: Literal[0, 2] = 0,
     guard: bool = False,
+    scripts: tuple[str, ...] = tuple(OF_SCRIPT),
 ) -> None:
     """`guard`: pretend that the second minibatch's ratio exploded, so that its step is skipped."""
     rank, _ = run.set_up_processes()
+    file = os.path.join(folder, "episodes")
+    os.makedirs(os.path.join(folder, name), exist_ok=True)
     if record:
-        generate = sampling.Sampler.generate
+        engine = []
+        create, generate = sampling.Sampler.__init__, sampling.Sampler.generate
         recorded: dict[tuple, list[sampling.Sample]] = {}
 
-        def record_samples(self, prompt_ids, n, **options):
-            groups = generate(self, prompt_ids, n, **options)
-            recorded.update({(n, *p): group for p, group in zip(prompt_ids, groups, strict=True)})
-            return groups
+        def create_once(self, *arguments):
+            if not engine:
+                create(self, *arguments)
+                engine.append(self)
+            self.__dict__ = engine[0].__dict__
+            self.sync_weights(AutoModelForCausalLM.from_pretrained(model))
 
+        def record_samples(self, prompt_ids, n, temperature, **options):
+            groups = generate(self, prompt_ids, n, temperature, **options)
+            keys = [(n, temperature, *ids) for ids in prompt_ids]
+            for key, group in zip(keys, groups, strict=True):
+                recorded.setdefault(key, group)  # the same again for whoever asks again
+            return [recorded[key] for key in keys]
+
+        sampling.Sampler.__init__ = create_once
         sampling.Sampler.generate = record_samples
     else:
         with open(file, "rb") as stream:
@@ -77,45 +108,46 @@ def main(
         return norm
 
     run.step = record_step
-    if guard:
-        mean_of, compute = run.mean_of, vineppo.compute_policy_loss
-        calls = []
-
-        def exploded(*arguments):
-            loss, sums = compute(*arguments)
-            calls.append(1)
-            factor = 100.0 if len(calls) == 2 else 1.0
-            return loss, {**sums, "policy/ratio": sums["policy/ratio"] * factor}
-
-        def checked(updates):
-            assert [u["policy/skipped"] for u in updates] == [0, 1, 0, 0], updates
-            assert "policy/grad_norm" not in updates[1]
-            return mean_of(updates)
-
-        vineppo.compute_policy_loss, run.mean_of = exploded, checked
-    vineppo.main(
-        vineppo.Args(
-            model=model,
-            output_dir=output + ".run",
-            num_iterations=1,
-            num_prompts=4,
-            group_size=3,
-            minibatch_size=6,
-            micro_batch_tokens=micro_batch_tokens,
-            zero_stage=zero_stage,
-            temperature=1.9,  # lengths differ, some responses are cut off
-            learning_rate=1e-3,
-            k=2,
-            eval_every=0,
-            kl_coef=0.1,
+    for script in scripts:
+        module = importlib.import_module(script)
+        if guard:
+            explode_the_second(module)
+        steps.clear()
+        output = os.path.join(folder, name, script)
+        options = OPTIONS | dict(temperature=1.9) | OF_SCRIPT[script]  # ragged, some cut off
+        module.main(
+            module.Args(
+                model=model,
+                output_dir=output + ".run",
+                micro_batch_tokens=micro_batch_tokens,
+                zero_stage=zero_stage,
+                **options,
+            )
         )
-    )
-    if rank == 0:
-        torch.save(steps, output)
-        if record:
-            with open(file, "wb") as stream:
-                plain = {key: [tuple(s) for s in group] for key, group in recorded.items()}
-                pickle.dump(plain, stream)
+        if rank == 0:
+            torch.save(steps, output)
+    if record and rank == 0:
+        with open(file, "wb") as stream:
+            plain = {key: [tuple(s) for s in group] for key, group in recorded.items()}
+            pickle.dump(plain, stream)
+
+
+def explode_the_second(module) -> None:
+    mean_of, compute = run.mean_of, module.compute_policy_loss
+    calls = []
+
+    def exploded(*arguments):
+        loss, sums = compute(*arguments)
+        calls.append(1)
+        factor = 100.0 if len(calls) == 2 else 1.0
+        return loss, {**sums, "policy/ratio": sums["policy/ratio"] * factor}
+
+    def checked(updates):
+        assert [u["policy/skipped"] for u in updates] == [0, 1, 0, 0], updates
+        assert "policy/grad_norm" not in updates[1]
+        return mean_of(updates)
+
+    module.compute_policy_loss, run.mean_of = exploded, checked
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The scripts with their real engines: runs, kills and resumes, ranks, sampler and trainer."""
 
 import filecmp
+import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -61,11 +63,13 @@ def test_episodes_are_readable_and_their_credit_adds_up(finished):
 
 
 def test_killed_in_its_third_iteration_it_resumes_bit_for_bit(finished, sft_model, tmp_path):
-    check_kill_and_resume(finished[0], sft_model, tmp_path / "killed", ranks=1)
+    arguments = ["vineppo.py", *FAST, "--model", sft_model]
+    check_kill_and_resume(finished[0], arguments, tmp_path / "killed", ranks=1)
 
 
-def check_kill_and_resume(whole, sft_model, folder, ranks):
-    arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
+def check_kill_and_resume(whole, arguments, folder, ranks, first="iteration_000002"):
+    """`whole` has the uninterrupted run; the kill comes after the checkpoint `first`."""
+    arguments = [*arguments, "--output-dir", str(folder)]
     process = subprocess.Popen(
         command(*arguments, ranks=ranks),
         cwd=ROOT,
@@ -75,16 +79,17 @@ def check_kill_and_resume(whole, sft_model, folder, ranks):
         start_new_session=True,
     )
     deadline = time.time() + 120
-    while not os.path.exists(folder / "checkpoints/iteration_000002"):
+    while not os.path.exists(folder / "checkpoints" / first):
         assert process.poll() is None and time.time() < deadline
         time.sleep(0.02)
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert len(read_jsonl(folder / "metrics.jsonl")) == 2  # the third iteration was not over
+    assert len(timeless(folder / "metrics.jsonl")) < len(timeless(whole / "metrics.jsonl"))
     call(*arguments, "--resume", "auto", ranks=ranks)
     assert timeless(folder / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
-    assert read_jsonl(folder / "episodes.jsonl") == read_jsonl(whole / "episodes.jsonl")
+    if os.path.exists(whole / "episodes.jsonl"):
+        assert read_jsonl(folder / "episodes.jsonl") == read_jsonl(whole / "episodes.jsonl")
     weights = "hf/model.safetensors"
     assert filecmp.cmp(folder / weights, whole / weights, shallow=False)
 
@@ -109,17 +114,53 @@ def test_two_ranks_with_nine_rollouts_draw_the_same_prompts(finished, sft_model,
     assert prompts[0] == prompts[1] and len(set(prompts[0])) == 6
 
 
-@pytest.mark.parametrize(("script", "ranks"), [("grpo.py", 1), ("rloo.py", 2)])
+@pytest.mark.parametrize(("script", "ranks"), [("grpo.py", 1), ("rloo.py", 2), ("ppo.py", 2)])
 def test_the_other_estimators_run(script, ranks, sft_model, tmp_path):
     folder = tmp_path / "run"
     options = [*SMALL, "--num-iterations", "2", "--model", sft_model, "--output-dir", str(folder)]
     del options[options.index("--k") : options.index("--k") + 2]
     call(script, *options, "--group-size", "8", "--temperature", "1.0", ranks=ranks)
     for line in read_jsonl(folder / "metrics.jsonl"):
-        assert line["policy/sampler_gap"] < 1e-4 and 0 <= line["adv/undecided"] <= 1
+        assert line["policy/sampler_gap"] < 1e-4
         assert "tokens/rollouts" not in line  # no credit to pay for
+        if script == "ppo.py":
+            assert line["adv/value_error"] > 0 and 0 < line["value/grad_norm"] < 1000
+            assert line["adv/explained_variance"] < 1 and line["loss/value"] > 0
+        else:
+            assert 0 <= line["adv/undecided"] <= 1
     for episode in read_jsonl(folder / "episodes.jsonl"):
-        assert len(episode["steps"]) == 1 and episode["steps"][0]["text"]
+        assert episode["steps"][0]["text"] and (script == "ppo.py" or len(episode["steps"]) == 1)
+
+
+@pytest.mark.parametrize(("script", "ranks"), [("restem.py", 2), ("dpo_pos.py", 1)])
+def test_the_baselines_run(script, ranks, sft_model, tmp_path):
+    folder = tmp_path / "run"
+    options = ["--model", sft_model, "--output-dir", str(folder), "--eval-problems", "10"]
+    options += ["--eval-rounds", "2", "--minibatch-size", "4", *BASELINES[script]]
+    result = call(script, *options, ranks=ranks)
+    lines = read_jsonl(folder / "metrics.jsonl")
+    if script == "restem.py":
+        assert [line["iteration"] for line in lines] == [1, 2]
+        for line in lines:
+            assert 0 < line["walk/kept"] == round(line["rollout/reward"] * 8 * 16)
+            assert line["walk/chosen_step"] <= line["walk/updates"]
+        assert result.stdout.count("walk: step 0 of ") == 2
+    else:
+        assert lines[0]["dpo/chosen_logratio"] == lines[0]["dpo/rejected_logratio"] == 0
+        assert lines[0]["loss/dpo"] == pytest.approx(math.log(2))
+        assert lines[-1]["dpo/chosen_logratio"] > lines[-1]["dpo/rejected_logratio"]
+        assert ["eval/pass@1" in line for line in lines[:4]] == [False, True, False, True]
+        assert all(line["dpo/chosen_logprob"] < 0 for line in lines)
+    assert 0 < lines[-1]["policy/weight_distance"] < 1
+    assert os.path.exists(folder / "hf/model.safetensors")
+
+
+BASELINES = {  # two iterations; some gradient steps
+    "restem.py": ["--num-prompts", "8", "--group-size", "16", "--num-iterations", "2"],
+    "dpo_pos.py": ["--num-prompts", "4", "--group-size", "16", "--update-epochs", "1"],
+}
+BASELINES["restem.py"] += ["--update-epochs", "2", "--eval-every", "3"]
+BASELINES["dpo_pos.py"] += ["--max-pairs", "8", "--save-every", "2", "--eval-every", "2"]
 
 
 def test_evaluate_gives_an_interval_on_any_number_of_ranks(finished, tmp_path):
@@ -139,50 +180,83 @@ def test_evaluate_gives_an_interval_on_any_number_of_ranks(finished, tmp_path):
 
 @pytest.fixture(scope="module")
 def recorded(sft_model, tmp_path_factory):
+    """All scripts on one rank, one after another, and what they sampled."""
     folder = tmp_path_factory.mktemp("replay")
-    arguments = ["--file", f"{folder}/episodes", "--model", sft_model]
-    call("-m", "tests.replay", "--record", *arguments, "--output", f"{folder}/recorded")
+    arguments = ["--folder", str(folder), "--model", sft_model]
+    call("-m", "tests.replay", "--record", *arguments)
     return folder, arguments
 
 
-def replay(recorded, name, ranks, *options):
+@pytest.fixture(scope="module")
+def replayed(recorded):
+    """{name: what the call with these options wrote}, each called once."""
     folder, arguments = recorded
-    call("-m", "tests.replay", *arguments, "--output", f"{folder}/{name}", *options, ranks=ranks)
-    return torch.load(folder / name), timeless(folder / f"{name}.run/metrics.jsonl")[0]
+
+    @functools.cache
+    def replay(name: str, ranks: int, *options: str):
+        call("-m", "tests.replay", *arguments, "--name", name, *options, ranks=ranks)
+        return folder / name
+
+    return replay
 
 
+def check_same(one, other, script):
+    steps, whole = torch.load(one / script), torch.load(other / script)
+    assert len(steps) == len(whole) > 2
+    for number, (ours, theirs) in enumerate(zip(steps, whole, strict=True)):
+        # float noise, which Adam's division makes larger from step to step; the first steps are one
+        # for the policy and one for PPO's critic
+        tolerance = 1e-5 if number < (2 if script == "ppo" else 1) else 1e-3
+        assert ours["norm"] == pytest.approx(theirs["norm"], rel=tolerance)
+        for weight, gradient in ours["grads"].items():  # ZeRO 2 keeps them elsewhere
+            difference = (gradient - theirs["grads"][weight]).norm()
+            assert difference <= tolerance * theirs["grads"][weight].norm(), weight
+        for weight, value in ours["weights"].items():
+            assert (value - theirs["weights"][weight]).abs().max() < 1e-4, weight
+    lines = [timeless(folder / f"{script}.run/metrics.jsonl") for folder in (one, other)]
+    for found, expected in zip(*lines, strict=True):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            if key not in ("tokens/padding", "policy/sampler_gap"):
+                assert found[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+
+
+SCRIPTS = ["vineppo", "ppo", "grpo", "rloo", "restem", "dpo_pos"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_two_ranks_make_the_gradients_of_one(recorded, replayed, script):
+    """Ragged episodes, an uneven last micro-batch."""
+    found = replayed("two_ranks", 2, "--micro-batch-tokens", "250")
+    check_same(found, recorded[0] / "recorded", script)
+
+
+@pytest.mark.parametrize("script", ["vineppo", "ppo"])
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [
         ("small", 1, ["--micro-batch-tokens", "200"]),
-        ("two_ranks", 2, ["--micro-batch-tokens", "250"]),
         ("two_ranks_zero_2", 2, ["--micro-batch-tokens", "250", "--zero-stage", "2"]),
     ],
 )
-def test_gradients_do_not_depend_on_ranks_or_micro_batches(recorded, name, ranks, options):
-    steps, metrics = replay(recorded, name, ranks, *options)
-    whole = torch.load(recorded[0] / "recorded")
-    expected = timeless(recorded[0] / "recorded.run/metrics.jsonl")[0]
-    assert len(steps) == len(whole) == 4
-    for number, (one, other) in enumerate(zip(steps, whole, strict=True)):
-        # float noise, which Adam's division makes larger from step to step
-        tolerance = 1e-5 if number == 0 else 1e-3
-        assert one["norm"] == pytest.approx(other["norm"], rel=tolerance)
-        for weight, gradient in one["grads"].items():  # ZeRO 2 keeps them elsewhere
-            difference = (gradient - other["grads"][weight]).norm()
-            assert difference <= tolerance * other["grads"][weight].norm(), weight
-        for weight, value in one["weights"].items():
-            assert (value - other["weights"][weight]).abs().max() < 1e-4, weight
-    for key, value in expected.items():
-        if key not in ("tokens/padding", "policy/sampler_gap"):
-            assert metrics[key] == pytest.approx(value, rel=1e-3, abs=1e-6), key
-    assert 0 < expected["rollout/unfinished"] < 1  # ragged, cut at the limit and not
+def test_gradients_do_not_depend_on_micro_batches_or_zero(
+    recorded, replayed, script, name, ranks, options
+):
+    found = replayed(name, ranks, *options, "--scripts", "vineppo", "ppo")
+    check_same(found, recorded[0] / "recorded", script)
 
 
-def test_an_exploded_minibatch_is_skipped_and_counted(recorded):
+def test_recorded_episodes_are_ragged_and_some_are_cut(recorded):
+    for script in ("vineppo", "ppo", "grpo", "rloo"):
+        (line,) = read_jsonl(recorded[0] / f"recorded/{script}.run/metrics.jsonl")
+        assert 0 < line["rollout/unfinished"] < 1
+
+
+def test_an_exploded_minibatch_is_skipped_and_counted(recorded, replayed):
     """The second minibatch's ratio is made to look like an explosion: three steps, not four."""
-    steps, metrics = replay(recorded, "guard", 1, "--guard")
-    whole = torch.load(recorded[0] / "recorded")
+    found = replayed("guard", 1, "--guard", "--scripts", "vineppo")
+    steps, whole = torch.load(found / "vineppo"), torch.load(recorded[0] / "recorded/vineppo")
+    (metrics,) = read_jsonl(found / "vineppo.run/metrics.jsonl")
     assert len(steps) == 3 and metrics["policy/skipped"] == 0.25
     assert steps[0]["norm"] == whole[0]["norm"] and steps[1]["norm"] != whole[2]["norm"]
 

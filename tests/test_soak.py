@@ -11,7 +11,7 @@ import venv
 import pytest
 
 from tests.conftest import ROOT, call, read_jsonl
-from tests.test_runs import FAST, check_kill_and_resume, check_parity
+from tests.test_runs import BASELINES, FAST, check_kill_and_resume, check_parity
 
 pytestmark = pytest.mark.soak
 GSM8K = os.path.join(ROOT, "../shared/data/gsm8k")
@@ -50,10 +50,36 @@ def test_vineppo_learns(embedded, tmp_path, seed):
     assert found >= 0.80 and gap < 1e-4
 
 
-def test_two_ranks_killed_resume_bit_for_bit(sft_model, tmp_path):
+KILLED = {  # after their first or second checkpoint, in the middle of the next part
+    script: [*FAST[: FAST.index("--k")], *FAST[FAST.index("--k") + 2 :]]
+    for script in ("ppo.py", "grpo.py", "rloo.py")
+}
+KILLED |= {"vineppo.py": FAST, **BASELINES}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("script", KILLED)
+def test_killed_it_resumes_bit_for_bit(script, ranks, sft_model, tmp_path):
+    first = "iteration_000001" if script == "restem.py" else "iteration_000002"
+    arguments = [script, "--model", sft_model, *KILLED[script]]
+    if script in BASELINES:
+        arguments += ["--eval-problems", "10", "--eval-rounds", "2", "--minibatch-size", "4"]
     whole = tmp_path / "whole"
-    call("vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(whole), ranks=2)
-    check_kill_and_resume(whole, sft_model, tmp_path / "killed", ranks=2)
+    call(*arguments, "--output-dir", str(whole), ranks=ranks)
+    check_kill_and_resume(whole, arguments, tmp_path / "killed", ranks, first)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("script", ["ppo", "grpo", "rloo", "restem", "dpo_pos"])
+def test_defaults_on_any_number_of_ranks(script, ranks, embedded, tmp_path):
+    """And the method learns something: pass@1 on validation problems is above 0.13 at least once.
+    (The SFT checkpoint's is 0.10; what each method reaches is in docs/results.md.)"""
+    model, folder = str(embedded), str(tmp_path / "run")
+    call(f"{script}.py", "--model", model, "--output-dir", folder, ranks=ranks)
+    lines = read_jsonl(f"{folder}/metrics.jsonl")
+    found = [line["eval/pass@1"] for line in lines if "eval/pass@1" in line]
+    print(f"\n{script}, {ranks} ranks: pass@1 on validation problems {found}")
+    assert max(found) > 0.13
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
