@@ -14,7 +14,7 @@ import re
 from typing import NamedTuple
 
 from common import UsageError, require
-from common.grading import extract_number
+from common.grading import is_gradable
 
 
 class Problem(NamedTuple):
@@ -177,9 +177,9 @@ def load_problems(task: str, split: str, data_dir: str = "") -> list[Problem]:
 
 
 def check_answer(answer: str, where: str) -> None:
-    found = extract_number(answer) is not None
     require(
-        found, f"{where}: the answer {answer!r:.60} is no number, so no response could be right"
+        is_gradable(answer),
+        f"{where}: the answer {answer!r:.60} is no number, so no response could be right",
     )
 
 

@@ -26,6 +26,14 @@ def extract_number(text: str) -> str | None:
     return "-" + number if negative else number
 
 
+# ---- the reward: your own goes here (docs/fork.md) -----------------------------------------------
+
+
+def is_gradable(answer: str) -> bool:
+    """Whether a response could be right; data.py refuses a file with an answer that is not."""
+    return extract_number(answer) is not None
+
+
 def grade(response: str, answer: str) -> float:
     """1.0 iff the first number after the response's last "####" equals the answer, else 0.0.
 
@@ -35,6 +43,9 @@ def grade(response: str, answer: str) -> float:
     _, marker, tail = response.rpartition("####")
     predicted, expected = extract_number(tail) if marker else None, extract_number(answer)
     return float(predicted is not None and predicted == expected)
+
+
+# ---- of token ids --------------------------------------------------------------------------------
 
 
 def grade_all(

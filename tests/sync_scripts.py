@@ -1,4 +1,4 @@
-"""Copies what the scripts share from vineppo.py into the others.
+"""Copies what the scripts share from vineppo.py into the others, and their diffs into the pages.
 
 python -m tests.sync_scripts
 """
@@ -6,6 +6,7 @@ python -m tests.sync_scripts
 import difflib
 import os
 import re
+import subprocess
 import textwrap
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -88,19 +89,59 @@ def count_differences(one: str, other: str) -> tuple[int, int]:
     return sum(max(i2 - i1, j2 - j1) for _, i1, i2, j1, j2 in changes), len(changes)
 
 
+PAIRS = [("ppo.py", "vineppo.py"), ("grpo.py", "vineppo.py"), ("rloo.py", "vineppo.py")]
+PAIRS += [("grpo.py", "rloo.py")]
+
+
+def difference_table() -> str:
+    """The README's table of the pairs."""
+    rows = ["| | rows that differ | hunks | of lines |", "|---|---|---|---|"]
+    for pair in PAIRS:
+        texts = [read_file(name) for name in pair]
+        different, hunks = count_differences(*texts)
+        lengths = " and ".join(str(len(text.splitlines())) for text in texts)
+        rows.append(f"| `diff {' '.join(pair)}` | {different} | {hunks} | {lengths} |")
+    return "\n".join(rows) + "\n"
+
+
+def with_differences(text: str) -> str:
+    """A page with its table of differences, and what follows a line `$ diff a.py b.py`, renewed."""
+    marks = r"(<!-- differences -->\n).*?(<!-- end -->)"
+    text = re.sub(marks, lambda m: m[1] + difference_table() + m[2], text, flags=re.DOTALL)
+
+    def run_diff(match: re.Match) -> str:
+        names = match[1].split()
+        done = subprocess.run(["diff", *names], cwd=ROOT, capture_output=True, text=True)
+        return f"$ diff {match[1]}\n{done.stdout}```"
+
+    return re.sub(r"^\$ diff (\w+\.py \w+\.py)\n.*?^```", run_diff, text, flags=re.DOTALL | re.M)
+
+
+def read_file(name: str) -> str:
+    with open(os.path.join(ROOT, name)) as file:
+        return file.read()
+
+
+def pages() -> list[str]:
+    return ["README.md", *(f"docs/{name}" for name in sorted(os.listdir(f"{ROOT}/docs")))]
+
+
 def main() -> None:
-    with open(os.path.join(ROOT, SOURCE)) as file:
-        source = file.read()
-    for name in [*COPIES, *OTHERS]:
-        path = os.path.join(ROOT, name)
-        with open(path) as file:
-            before = file.read()
-        copied = name in COPIES
-        after = synced(before, source) if copied else synced_passages(before, source, OTHERS[name])
-        if after != before:
-            with open(path, "w") as file:
+    source = read_file(SOURCE)
+
+    def renew(name: str, after: str) -> None:
+        if after != read_file(name):
+            with open(os.path.join(ROOT, name), "w") as file:
                 file.write(after)
-            print(f"{name}: brought in line with {SOURCE}")
+            print(f"{name}: brought in line")
+
+    for name in COPIES:
+        renew(name, synced(read_file(name), source))
+    for name, passages in OTHERS.items():
+        renew(name, synced_passages(read_file(name), source, passages))
+    for name in pages():
+        if name.endswith(".md"):
+            renew(name, with_differences(read_file(name)))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def parse(words: list[str]) -> None:
 
         tyro.cli(target, args=words[2:])
     else:
-        tyro.cli(importlib.import_module(words[0].removesuffix(".py")).Args, args=words[1:])
+        module = words[0].removesuffix(".py").replace("batch_mean", "rloo")  # docs/fork.md's copy
+        tyro.cli(importlib.import_module(module).Args, args=words[1:])
 
 
 @pytest.mark.parametrize("line", list(commands()))
@@ -60,7 +61,7 @@ def test_there_are_commands_to_test():
     assert len(list(commands())) > 15
 
 
-SCRIPTS = ["vineppo", "sft", "evaluate"]
+SCRIPTS = ["vineppo", "ppo", "grpo", "rloo", "restem", "dpo_pos", "sft", "evaluate"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

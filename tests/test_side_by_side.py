@@ -1,8 +1,6 @@
 """The policy-gradient scripts are one text with several estimators, to the byte; the other three
 share passages with them."""
 
-import os
-
 import pytest
 
 from tests.sync_scripts import (
@@ -10,15 +8,17 @@ from tests.sync_scripts import (
     LEARNING_RATE,
     OTHERS,
     OWN,
-    ROOT,
     SOURCE,
     count_differences,
     find_passage,
+    pages,
     read_passage,
     read_sections,
     synced,
     synced_passages,
+    with_differences,
 )
+from tests.sync_scripts import read_file as read
 
 BUDGETS = {"vineppo.py": 480, "ppo.py": 540, "grpo.py": 450, "rloo.py": 450, "sft.py": 320}
 BUDGETS |= {"restem.py": 400, "dpo_pos.py": 440}
@@ -27,13 +27,9 @@ BUDGETS |= {"restem.py": 400, "dpo_pos.py": 440}
 DIFFERENCES = {
     ("grpo.py", "rloo.py"): 25,
     ("grpo.py", "vineppo.py"): 105,
+    ("rloo.py", "vineppo.py"): 105,
     ("ppo.py", "vineppo.py"): 175,
 }
-
-
-def read(name: str) -> str:
-    with open(os.path.join(ROOT, name)) as file:
-        return file.read()
 
 
 @pytest.mark.parametrize("name", [SOURCE, *COPIES])
@@ -102,3 +98,27 @@ def test_difference(pair, rows):
 @pytest.mark.parametrize(("name", "lines"), BUDGETS.items())
 def test_length(name, lines):
     assert len(read(name).splitlines()) <= lines
+
+
+@pytest.mark.parametrize("name", [name for name in pages() if name.endswith(".md")])
+def test_pages_show_the_differences_of_today(name):
+    text = read(name)
+    assert with_differences(text) == text, "`python -m tests.sync_scripts` mends it"
+
+
+def test_pages_with_differences_are_there():
+    assert "<!-- differences -->" in read("README.md")
+    for name in ("vineppo", "ppo", "grpo", "rloo", "restem", "dpo_pos"):
+        assert "$ diff " in read(f"docs/{name}.md"), name
+
+
+@pytest.mark.parametrize("script", ["ppo.py", "vineppo.py"])
+def test_the_readme_shows_the_estimators_as_they_are(script):
+    """Behind a line `<!-- ppo.py -->`: lines of the script, in order, none between them but where
+    the excerpt has `...`."""
+    excerpt = read("README.md").split(f"<!-- {script} -->")[1].split("```")[1]
+    position, text = 0, read(script)
+    for part in excerpt.removeprefix("python\n").split("    ...\n"):
+        position = text.find(part, position)
+        assert position >= 0, part
+        position += len(part)
