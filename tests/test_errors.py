@@ -52,12 +52,23 @@ def results(tmp_path_factory):
         "other settings": ["--resume", "auto", *run],
         "nothing to resume": ["--resume", "auto", "--output-dir", f"{folder}/nowhere"],
         "holds a run": run,
+        "grpo alone": ["grpo.py", "--group-size", "1", "--minibatch-size", "8"],
+        "rloo alone": ["rloo.py", "--group-size", "1", "--minibatch-size", "8"],
+        "gamma": ["ppo.py", "--gamma", "1.5"],
+        "lambda": ["ppo.py", "--gae-lambda", "-0.1"],
+        "critic": ["ppo.py", "--critic-learning-rate", "0"],
+        "walk": ["restem.py", "--eval-every", "0"],
+        "pair": ["dpo_pos.py", "--group-size", "1"],
+        "beta": ["dpo_pos.py", "--beta", "0"],
+        "penalty": ["dpo_pos.py", "--penalty", "-1"],
+        "pairs": ["dpo_pos.py", "--max-pairs", "0"],
     }
 
     def one(arguments):
         if "--output-dir" not in arguments:
             arguments = [*arguments, "--output-dir", f"{folder}/new"]
-        return call("vineppo.py", *arguments, fails=True)
+        script = [] if arguments[0].endswith(".py") else ["vineppo.py"]
+        return call(*script, *arguments, fails=True)
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(cases, pool.map(one, cases.values()), strict=True)), folder
@@ -87,6 +98,16 @@ def results(tmp_path_factory):
         ("long", "--max-response-len 128 leaves no room for a prompt in --max-model-len 128"),
         ("other settings", "--resume auto: {folder}/run was made with other settings: "),
         ("nothing to resume", "--resume auto: no run to resume in {folder}/nowhere"),
+        ("grpo alone", "--group-size 1: a group of one says nothing"),
+        ("rloo alone", "--group-size 1: a group of one says nothing"),
+        ("gamma", "--gamma 1.5: must be between 0 and 1"),
+        ("lambda", "--gae-lambda -0.1: must be between 0 and 1"),
+        ("critic", "--critic-learning-rate 0.0: must be above 0"),
+        ("walk", "--eval-every 0: the walk needs checkpoints to evaluate"),
+        ("pair", "--group-size 1: a pair needs two responses"),
+        ("beta", "--beta 0.0: must be above 0"),
+        ("penalty", "--penalty -1.0: must be 0 (plain DPO) or more"),
+        ("pairs", "--max-pairs 0: must be at least 1"),
         ("holds a run", "{folder}/run already holds a run: go on with it (--resume auto) or name"),
     ],
 )

@@ -1,0 +1,126 @@
+"""Exact values against chains that are played out; the comparison's readings of a run."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from analysis import compare
+from analysis.exact import OPS, exact_values, read_digits, read_prompt
+from common import data, steps
+from tests.conftest import call
+
+
+@pytest.fixture(scope="module")
+def table():
+    """P(result | operation, digit, operand) of a policy that is right with probability 0.7."""
+    probabilities = torch.rand(2, 10, 10, 10, generator=torch.Generator().manual_seed(0))
+    probabilities *= 0.3 / probabilities.sum(dim=-1, keepdim=True)
+    for i, op in enumerate(OPS):
+        for digit in range(10):
+            for operand in range(10):
+                right = data.apply_operation(digit, op, operand)
+                probabilities[i, digit, operand, right] += 0.7
+    return probabilities
+
+
+@pytest.mark.parametrize("step", [0, 3, 7])
+def test_exact_values_are_the_rate_at_which_chains_come_out_right(table, step):
+    prompt = data.load_problems("chain", "test")[0].prompt
+    answer = int(data.load_problems("chain", "test")[0].answer)
+    _, operations = read_prompt(prompt)
+    values = exact_values(prompt, table)
+    assert values.shape == (9, 10)
+    rng = random.Random(step)
+    for digit in (0, 4, 7):
+        right, plays = 0, 4000
+        for _ in range(plays):
+            now = digit
+            for op, operand in operations[step:]:
+                weights = table[OPS.index(op), now, operand].tolist()
+                now = rng.choices(range(10), weights)[0]
+            right += now == answer
+        expected = values[step, digit].item()
+        assert abs(right / plays - expected) < 4 * (expected * (1 - expected) / plays) ** 0.5 + 1e-3
+
+
+def test_exact_values_of_a_perfect_policy(table):
+    problem = data.load_problems("chain", "test")[0]
+    values = exact_values(problem.prompt, (table > 0.6).float())
+    assert set(values.flatten().tolist()) == {0.0, 1.0} and (values.sum(dim=1) == 1).all()
+    assert values[0, int(problem.prompt[0])] == 1 and values[8, int(problem.answer)] == 1
+
+
+def test_digits_of_demonstrations_and_of_what_is_no_chain():
+    tokenizer = data.make_chain_tokenizer()
+    for problem in data.load_problems("chain", "sft")[:50]:
+        ids = tokenizer(problem.solution).input_ids
+        ends, _ = steps.split_steps(ids, tokenizer, "line")
+        texts = steps.step_texts(ids, ends, tokenizer)
+        digits = read_digits(problem.prompt, texts)
+        assert digits[0] == int(problem.prompt[0]) and len(digits) == 9
+        assert str(digits[-1]) == problem.solution[-1]
+        assert read_digits(problem.prompt, texts[1:]) is None  # a line is missing
+        texts[2] = texts[2].replace("+", "-") if "+" in texts[2] else texts[2].replace("-", "+")
+        assert read_digits(problem.prompt, texts) is None  # another operation
+
+
+def write_run(folder, method, args, lines):
+    path = folder / f"{method}-lr0.1-seed1"
+    path.mkdir()
+    (path / "args.json").write_text(json.dumps(args))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_a_curve_counts_steps_seconds_and_tokens(tmp_path):
+    args = {"num_prompts": 8, "group_size": 8, "minibatch_size": 16, "update_epochs": 2}
+    line = {"rollout/reward": 0.5, "time/iteration": 10.0, "time/evaluate": 4.0, "time/save": 1.0}
+    line |= {"tokens/sample": 100, "tokens/rollouts": 900}
+    lines = [
+        {"iteration": 1, **line},
+        {"iteration": 2, **line, "rollout/reward": 0.7, "eval/pass@1": 0.4},
+    ]
+    start, point = compare.read_curve(write_run(tmp_path, "vineppo", args, lines), 0.1)
+    assert start["pass@1"] == 0.1 and start["steps"] == start["seconds"] == 0
+    assert point["iteration"] == 2 and point["steps"] == 16 and point["seconds"] == 10
+    assert point["tokens"] == 2000 and point["reward"] == pytest.approx(0.6)
+
+    lines = [{"iteration": 1, **line, "walk/updates": 25, "eval/pass@1": 0.3}]
+    args |= {"num_prompts": 40, "update_epochs": 8}
+    _, point = compare.read_curve(write_run(tmp_path, "restem", args, lines), 0.1)
+    assert point["iteration"] == 5 and point["steps"] == 25
+    assert point["seconds"] == 9  # the walk needs its evaluations
+
+    lines = [{"iteration": i, "time/iteration": 1.0} for i in (1, 2)]
+    lines[0] |= {"rollout/reward": 0.2, "tokens/sample": 7}
+    lines[1] |= {"eval/pass@1": 0.2}
+    args |= {"num_prompts": 20, "group_size": 64}
+    _, point = compare.read_curve(write_run(tmp_path, "dpo_pos", args, lines), 0.1)
+    assert point["iteration"] == 20 and point["steps"] == 2 and point["tokens"] == 7
+
+
+def test_reach_and_spread():
+    curve = [{"pass@1": p, "steps": s} for p, s in ((0.1, 0), (0.3, 10), (0.2, 20), (0.7, 30))]
+    assert compare.reach(curve, 0.2, "steps") == pytest.approx(5)
+    assert compare.reach(curve, 0.6, "steps") == pytest.approx(28)
+    assert compare.reach(curve, 0.05, "steps") == 0
+    assert compare.reach(curve, 0.8, "steps") == float("inf")
+    assert compare.spread([0.5, 0.7, 0.6]) == "0.600 (0.500 to 0.700)"
+    assert compare.spread([10.0, float("inf")], ".0f") == "10 (10 to 10), 1 of 2 never"
+    assert compare.spread([float("inf")] * 2) == "never"
+
+
+def test_gradient_runs(sft_model):
+    """At a size that says nothing about estimators, but that the exact gradient is one."""
+    sizes = ["--batches", "2", "--num-prompts", "2", "--exact-prompts", "32", "--ks", "2"]
+    result = call("-m", "analysis.gradient", "--model", sft_model, *sizes)
+    value, reward = map(
+        float,
+        result.stdout.split("mean exact V(prompt) ")[1].split("\n")[0].split(", mean reward "),
+    )
+    assert abs(value - reward) < 0.1
+    assert float(result.stdout.split("cosine of its two halves ")[1].split()[0]) > 0.3
+    for name in ("constant baseline", "GRPO", "RLOO", "PPO, exact", "VinePPO, K = 2"):
+        assert name in result.stdout
