@@ -1,6 +1,7 @@
 """Step rules on text, and their boundaries on tokens."""
 
 import json
+import os
 import random
 
 import pytest
@@ -40,11 +41,116 @@ def test_rules(rule, expected):
     assert split(rule, "".join(expected)) == expected
 
 
+SUM = "\n$" + "+".join(map(str, range(1, 39))) + "=741$"
+LONG = "\nThus $(x+1)(x+2)(x+3)=(x^2+3x+2)(x+3)=x^3+3x^2+2x+3x^2+9x+6=x^3+6x^2+11x+6,$"
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        [
+            "\nWe first add the two numbers.",
+            " The sum is 12. Therefore the answer is $\\boxed{12}$.",
+        ],
+        [
+            "\nThe price is 3.5 dollars.",
+            " We buy 1,000 items.",
+            " So the total is 3,500 dollars.",
+        ],
+        [
+            "\nLet A. Smith own x coins, e.g. Ten coins.",
+            " Mr. Brown has 4 coins. Then x is 6.",
+        ],
+        ["\nWe have $a=2.$", " Then $b=a+1=3.$", " So $ab=\\boxed{6}.$"],
+        ["\nFirst line without period", "\nSecond line here is long enough\n\nThird paragraph."],
+        [
+            "\nWe compute\n\\begin{align*}",
+            "\nx+y&=10,\\\\",
+            "\nx-y&=4.",
+            "\n\\end{align*}Adding gives $2x=14,$ so $x=\\boxed{7}.$",
+        ],
+        [
+            "\nNote that\n\\[x^2+2x+1=(x+1)^2.\\]",
+            "Hence $x=-1$ is the only root.",
+            " The answer is $\\boxed{-1}$.\n",
+        ],
+        [
+            "\nSince the triangle is isosceles with two equal sides of length ten,",
+            " the altitude from the apex bisects the base into two equal segments of length six each."
+            " Done.",
+        ],
+        [SUM[:56], SUM[56:]],  # "=" would leave less than 20 characters: "+" it is
+        [LONG, " which is the desired expansion of the product."],
+        [
+            "\nConsider the figure. [asy]",
+            "\ndraw((0,0)--(1,0));",
+            "\ndraw((0,0)--(0,1));",
+            "\n[/asy] The area is $\\frac12$.",
+        ],
+        ["\nHe pays \\$5 per item.", " She pays \\$7 per item.", " The difference is \\$2."],
+        [
+            "\nThe mean is $\\frac{3.5+4.5}{2}=4.$",
+            " Since there are 1,000 terms, the sum equals $4\\cdot 1{,}000=\\boxed{4000}$.\n\n",
+        ],
+        ["\nIs it prime? No it is not prime because it is even! Therefore the answer is 4."],
+        ["\nWe solve for x. Then we solve for y. Finally we solve for z in the last equation."],
+        [
+            "\n1. First we compute the sum of the roots.",
+            "\n2. Then we compute the product.",
+            "\n3. The answer is $\\boxed{7}$.",
+        ],
+        [
+            "\nBy symmetry \\(a=b.\\)",
+            " Hence \\(a+b=2a.\\)",
+            " The final answer is \\(\\boxed{4}.\\)",
+        ],
+        ["\nWe start by noting that $x^2 + y^2 = 25$ and"],
+        ["\n$\\boxed{5}$"],  # the official code loses it
+        ["\nHe paid $5 for each item.", " She paid $7 for each item."],  # money is no formula
+        [  # a dollar inside a displayed formula is part of it
+            "\nSo we get\n\\begin{align*}",
+            "\nx&=1\\text{ if $y>0$},\\\\",
+            "\nx&=2\\text{ if $y<0$}.",
+            "\n\\end{align*}",
+        ],
+        [""],
+    ],
+)
+def test_math_rule(expected):
+    assert split("math", "".join(expected)) == expected
+
+
+SHARED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../shared/data")
+
+
+@pytest.mark.skipif(not os.path.isdir(SHARED), reason="no data beside the clone")
+@pytest.mark.parametrize(("rule", "task"), [("math", "math"), ("gsm8k", "gsm8k")])
+def test_rules_are_lossless_on_the_reference_solutions(rule, task):
+    for name in ("train", "test"):
+        with open(f"{SHARED}/{task}/{name}.jsonl") as file:
+            for line in file:
+                row = json.loads(line)
+                text = "\n" + row["solution" if task == "math" else "answer"] + "\n"
+                parts = split(rule, text)
+                assert "".join(parts) == text and all(parts)
+
+
 @pytest.mark.parametrize("rule", steps.RULES)
 def test_rules_are_lossless_on_anything(rule):
     rng = random.Random(0)
+    pieces = [
+        *"\n\n#### a1.\r\u2028é😀$$",
+        "\\[",
+        "\\]",
+        "\\(",
+        ". A",
+        "\\begin{a}",
+        "\\end{a}",
+        "=",
+        ",",
+    ]
     for _ in range(3000):
-        text = "".join(rng.choice("\n\n#### a1.\r\u2028é😀") for _ in range(rng.randrange(30)))
+        text = "".join(rng.choice(pieces) for _ in range(rng.randrange(60)))
         parts = split(rule, text)
         assert "".join(parts) == text and (all(parts) or text == "")
 
