@@ -76,8 +76,8 @@ LONG = "\nThus $(x+1)(x+2)(x+3)=(x^2+3x+2)(x+3)=x^3+3x^2+2x+3x^2+9x+6=x^3+6x^2+1
         ],
         [
             "\nSince the triangle is isosceles with two equal sides of length ten,",
-            " the altitude from the apex bisects the base into two equal segments of length six each."
-            " Done.",
+            " the altitude from the apex bisects the base into two equal segments of length six"
+            " each. Done.",
         ],
         [SUM[:56], SUM[56:]],  # "=" would leave less than 20 characters: "+" it is
         [LONG, " which is the desired expansion of the product."],
