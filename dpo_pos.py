@@ -160,8 +160,7 @@ def compute_dpo_positive_loss(
     """(2, m) log-probs of m pairs of responses, right ones first -> (m,) losses of the pairs, and
     (m,) tensors for the log."""
     chosen, rejected = logprobs - ref_logprobs  # (m,), (m,)
-    # At the start nothing is lost, but for float noise, which must not decide the first gradient.
-    lost = torch.relu(-chosen) * (chosen < -1e-3)
+    lost = torch.relu(-chosen)  # its gradient at 0, where training starts, is 0
     z = chosen - rejected - penalty * lost
     logs = {
         "dpo/chosen_logprob": logprobs[0],
@@ -262,6 +261,7 @@ def main(args: Args) -> None:
     lengths = [len(ids) for ids in b_response_ids]
 
     # ==== 6.3 rewards and pairs (N, 2): rows of a right and of a wrong response to one prompt =====
+    logger.phase("grade")
     b_rewards = grading.grade_all(tokenizer, b_response_ids, finished, b_answer)
     pairs: list[tuple[int, int]] = []
     for first in range(0, len(b_rewards), args.group_size):
@@ -273,20 +273,13 @@ def main(args: Args) -> None:
         pairs, f"no prompt of {args.num_prompts} has right and wrong responses: nothing to learn"
     )
 
-    # ==== 6.4 reference log-probs (B,): a rank computes some rows, the sum has all ================
+    # ==== 6.4 sequences ===========================================================================
     response_mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
     prompt_lens = torch.tensor([len(ids) for ids in b_prompt_ids])
     sequences = [p + r for p, r in zip(b_prompt_ids, b_response_ids, strict=True)]
     sequence_lens = [len(ids) for ids in sequences]
     input_ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
-    ref_logprobs = torch.zeros(len(sequences))
-    rows_in_pairs = sorted({row for pair in pairs for row in pair})
-    with torch.no_grad():
-        for rows, weight in run.plan_passes(rows_in_pairs, sequence_lens, args.micro_batch_tokens):
-            inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
-            logprobs = compute_logprobs(ref_model, *inputs, args.temperature)
-            ref_logprobs[rows] += logprobs.sum(dim=1).cpu() * weight
-    dist.all_reduce(ref_logprobs)
+    pair_lens = [2 * max(sequence_lens[row] for row in pair) for pair in pairs]  # as padded
 
     num_updates = math.ceil(args.update_epochs * len(pairs) / args.minibatch_size)
     logger.bar.total = num_updates
@@ -298,7 +291,6 @@ def main(args: Args) -> None:
         f"{len(problems)} problems ({num_loaded - len(problems)} dropped for the length of their "
         "prompt)"
     )
-    pair_lens = [2 * max(sequence_lens[row] for row in pair) for pair in pairs]  # as padded
 
     for iteration in range(start, num_updates):  # of one gradient step each
         # ==== 6.6 update ==========================================================================
@@ -312,9 +304,12 @@ def main(args: Args) -> None:
             rows = [pairs[pair][side] for side in (0, 1) for pair in mine]  # right ones first
             inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
             logprobs = compute_logprobs(policy, *inputs, args.temperature)  # (2m, T)
+            # in the same pass, so that rounding is the same too: they are equal at the start
+            with torch.no_grad():
+                ref_logprobs = compute_logprobs(ref_model, *inputs, args.temperature)
             losses, logs = compute_dpo_positive_loss(
                 logprobs.sum(dim=1).view(2, -1),
-                ref_logprobs[rows].view(2, -1).to(device),
+                ref_logprobs.sum(dim=1).view(2, -1),
                 args.beta,
                 args.penalty,
             )

@@ -107,8 +107,9 @@ def main(args: Args) -> None:
         )
         if args.output:
             os.makedirs(os.path.dirname(os.path.abspath(args.output)), exist_ok=True)
-            with open(args.output, "w") as file:
+            with open(args.output + ".tmp", "w") as file:
                 json.dump({**result, "scores": scores}, file)
+            os.replace(args.output + ".tmp", args.output)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
           delta_t = r_t + gamma * V_{t+1} - V_t, r_t = 0 but for the last token, which has R
     loss = clipped surrogate(A) + kl_coef * KL(policy, SFT checkpoint)               paper, App. A
     value loss = mean of max((V_t - G_t)^2, (clip(V_t) - G_t)^2) / 2                paper, Eq. 11-12
-          G_t = A_t + V_t with the values as sampled (R where gamma = lambda = 1)
+          G_t = A_t + V_t with the values as sampled: R, as in the paper, at gamma = lambda = 1
 
     python ppo.py                                        embedded task, one process, CPU or GPU
     torchrun --nproc-per-node 8 ppo.py                   eight ranks; docs/ppo.md has more
@@ -124,6 +124,7 @@ class Args:
             self.critic_learning_rate > 0,
             f"--critic-learning-rate {self.critic_learning_rate}: must be above 0",
         )
+        require(self.clip_coef_value > 0, f"--clip-coef-value {self.clip_coef_value}: above 0")
         for name in ("gamma", "gae_lambda"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"--{name.replace('_', '-')} {value}: must be between 0 and 1")
@@ -420,7 +421,7 @@ def main(args: Args) -> None:
             for row, ends in enumerate(step_ends)
         ]
         b_returns, b_errors = (x[response_mask.bool()] for x in (returns, returns - values))
-        metrics["adv/value"] = (b_returns - b_errors).mean().item()
+        metrics["adv/value"] = values[response_mask.bool()].mean().item()
         metrics["adv/value_error"] = b_errors.abs().mean().item()
         # 1: perfect, 0: no better than a constant. (No number where all returns are equal.)
         if b_returns.max() > b_returns.min():

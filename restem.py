@@ -18,6 +18,7 @@ Left out on purpose: advantages, KL, de-duplication of responses, a limit per pr
 """
 
 # ==== 1. imports ==================================================================================
+import gc
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -195,8 +196,8 @@ def main(args: Args) -> None:
     # ==== 5.1 start, or go on from the newest checkpoint ==========================================
     start = logger.open({}, args.num_iterations)  # an iteration needs the last one's weights only
     if start:
-        model = AutoModelForCausalLM.from_pretrained(f"{logger.folder}/hf", dtype=dtype)
-    sampler.wake(model.to(device))
+        model = AutoModelForCausalLM.from_pretrained(f"{logger.path(start)}/hf", dtype=dtype)
+    sampler.wake(model.eval().to(device))
     logger.say(
         f"{args.num_prompts} prompts x {args.group_size} responses = {num_responses} episodes an "
         f"iteration, on {world_size} ranks; {len(problems)} problems "
@@ -239,19 +240,31 @@ def main(args: Args) -> None:
         metrics["rollout/reward"] = b_rewards.mean().item()
 
         # ==== 6.4 keep the right ones: N of B =====================================================
-        kept = b_rewards.nonzero().flatten().tolist()  # (N,) rows
+        kept = (b_rewards == 1).nonzero().flatten().tolist()  # (N,) rows
         # from lengths, never from ids: EOS is a token to learn even where pad == eos
         response_mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
         prompt_lens = torch.tensor([len(ids) for ids in b_prompt_ids])
         sequences = [p + r for p, r in zip(b_prompt_ids, b_response_ids, strict=True)]
         sequence_lens = [len(ids) for ids in sequences]
         input_ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
+        sampler_logprobs = pad_sequence([torch.tensor(s.logprobs) for s in samples], True)
+        passes = run.plan_passes(range(num_responses), sequence_lens, args.micro_batch_tokens)
+        rows, weight = passes[0]
+        with torch.no_grad():  # at temperature 1, because the sampler's log-probs are raw
+            inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
+            raw = compute_logprobs(model, *inputs, temperature=1.0).cpu()
+        differences = (raw - sampler_logprobs[rows]).abs() * response_mask[rows]
+        gap = torch.stack([differences.sum(), response_mask[rows].sum()]) * weight
+        dist.all_reduce(gap)
+        metrics["policy/sampler_gap"] = (gap[0] / gap[1]).item()
         mb_size = min(args.minibatch_size, len(kept))
         num_updates = math.ceil(args.update_epochs * len(kept) / max(1, mb_size))
 
         # ==== 6.5 start again: the SFT checkpoint, a new optimizer ================================
         logger.phase("restart")
         sampler.sleep()
+        policy = model = None
+        gc.collect()  # the last engine goes before the next one comes
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
         policy, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=ds_config
@@ -283,7 +296,7 @@ def main(args: Args) -> None:
                 if select_checkpoint(accuracies) < len(accuracies) - 1:
                     break
                 chosen = {name: x.cpu().clone() for name, x in policy.module.state_dict().items()}
-                metrics["walk/chosen_step"] = update
+                metrics["walk/chosen_update"] = update
             if update == num_updates:
                 break
             logger.phase("update")
@@ -314,6 +327,7 @@ def main(args: Args) -> None:
         metrics["eval/pass@1"] = max(accuracies)  # of the chosen one: they rose up to it
         metrics["walk/kept"] = len(kept)
         metrics["walk/updates"] = len(updates)
+        metrics["walk/evaluations"] = len(accuracies)
         metrics["policy/weight_distance"] = run.weight_distance(policy.module, ref_model)
         logger.log(done, metrics)
         logger.save(done, {}, policy.module, tokenizer)

@@ -11,6 +11,7 @@ A run takes one core (one GPU where there are some); what is finished is not don
 """
 
 import glob
+import hashlib
 import importlib
 import itertools
 import json
@@ -30,7 +31,7 @@ import tyro
 from tqdm import tqdm
 
 from analysis.demo import SFT, make_launcher, make_sft
-from common import UsageError, data
+from common import UsageError, data, require
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -51,6 +52,7 @@ NAMES |= {"dpo_pos": "DPO-Positive"}
 COLOURS = dict(vineppo="#d55e00", grpo="#0072b2", rloo="#009e73", ppo="#cc79a7", restem="#e69f00")
 COLOURS |= {"dpo_pos": "#777777"}
 EPISODES = 64  # of an iteration of the policy-gradient scripts
+START, END = "<!-- compare -->", "<!-- end of compare -->"
 Runs = dict[tuple[str, float, int], str]  # (method, learning rate, seed) -> folder
 
 
@@ -60,6 +62,9 @@ Runs = dict[tuple[str, float, int], str]  # (method, learning rate, seed) -> fol
 def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
     """Runs commands, `jobs` at a time; {file for its output: command}. Raises UsageError for the
     first that fails, after those that run beside it."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if devices == [""]:
+        devices = [str(i) for i in range(torch.cuda.device_count())]
     slots: queue.Queue[int] = queue.Queue()
     for slot in range(jobs):
         slots.put(slot)
@@ -69,8 +74,8 @@ def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
         slot = slots.get()
         threads = max(1, (os.cpu_count() or 1) // jobs)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        if torch.cuda.device_count() > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(slot)
+        if devices:
+            environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
         bar.set_postfix_str(os.path.basename(log).removesuffix(".log"))
         with open(log, "a") as file:
             failed = subprocess.call(
@@ -87,21 +92,32 @@ def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
         try:
             for future in futures:
                 future.result()
-        except UsageError:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:  # Ctrl-C too
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def train(wanted: list[tuple[str, float, int]], folder: str, jobs: int, bar: tqdm) -> Runs:
-    """The runs that are not finished yet; engine states go when a run is finished."""
+    """The runs that are not finished yet; engine states go when a run is finished. Raises
+    UsageError for one that another command, or another SFT checkpoint, has made."""
     runs = {key: f"{folder}/{key[0]}-lr{key[1]:g}-seed{key[2]}" for key in wanted}
+    with open(f"{SFT}/hf/model.safetensors", "rb") as file:
+        weights = hashlib.sha256(file.read()).hexdigest()
     commands = {}
     for (method, rate, seed), path in runs.items():
+        command = [f"{method}.py", "--model", f"{SFT}/hf", "--output-dir", path]
+        command += ["--seed", str(seed), "--learning-rate", f"{rate:g}"]
+        command += [*METHODS[method], *EVALUATION]
+        origin = f"{' '.join(command)} of {weights}\n"
+        if os.path.exists(f"{path}.origin"):
+            with open(f"{path}.origin") as file:
+                same = file.read() == origin
+            require(same, f"{path} is of another command or SFT checkpoint: remove {folder}")
+        with open(f"{path}.origin", "w") as file:
+            file.write(origin)
         if not os.path.exists(f"{path}/finished"):
-            command = [f"{method}.py", "--model", f"{SFT}/hf", "--output-dir", path]
-            command += ["--seed", str(seed), "--learning-rate", f"{rate:g}"]
-            command += ["--resume", "auto" if os.path.exists(f"{path}/args.json") else "no"]
-            commands[f"{path}.log"] = [*command, *METHODS[method], *EVALUATION]
+            resume = "auto" if os.path.exists(f"{path}/args.json") else "no"
+            commands[f"{path}.log"] = [*command, "--resume", resume]
     run_all(commands, jobs, bar)
     for path in runs.values():
         for engine in ("policy", "critic"):
@@ -130,40 +146,41 @@ def evaluate(paths: list[str], name: str, options: list[str], jobs: int, bar: tq
 
 def read_curve(path: str, start: float) -> list[dict[str, float]]:
     """A run's evaluations on validation problems, that of the SFT checkpoint (`start`) first:
-    iterations' worth of sampled episodes, gradient steps, seconds of training (evaluation and
-    saving apart, but for RestEM, whose walk needs its evaluations), tokens sampled, mean reward
-    since the last one."""
+    iterations' worth of sampled episodes, gradient steps, seconds of training and tokens
+    sampled (without evaluation, but for RestEM, whose walk needs its own), and the mean reward of
+    the next sampled responses, which are the first of the evaluated policy."""
     method = os.path.basename(path).split("-")[0]
     with open(f"{path}/args.json") as file:
         args = json.load(file)
     episodes = args["num_prompts"] * args["group_size"]
     points = [{"iteration": 0.0, "steps": 0, "seconds": 0.0, "tokens": 0, "pass@1": start}]
-    total, rewards = dict(points[0]), []
+    total = dict(points[0])
     with open(f"{path}/metrics.jsonl") as file:
         lines = [json.loads(line) for line in file]
     for line in lines:
         if "rollout/reward" in line:
-            rewards.append(line["rollout/reward"])
             total["iteration"] += episodes / EPISODES
+            points[-1].setdefault("reward", line["rollout/reward"])
         total["steps"] += {"restem": line.get("walk/updates", 0), "dpo_pos": 1}.get(
             method, args.get("update_epochs", 1) * episodes // args["minibatch_size"]
         )
         apart = ("time/save",) if method == "restem" else ("time/save", "time/evaluate")
         total["seconds"] += line["time/iteration"] - sum(line.get(name, 0) for name in apart)
         total["tokens"] += line.get("tokens/sample", 0) + line.get("tokens/rollouts", 0)
+        if method == "restem":
+            walked = line["walk/evaluations"] * args["eval_problems"] * args["eval_rounds"]
+            total["tokens"] += walked * line["rollout/response_length"]
         if "eval/pass@1" in line:
-            point = {**total, "pass@1": line["eval/pass@1"], "done": line["iteration"]}
-            points.append(point | ({"reward": statistics.mean(rewards)} if rewards else {}))
-            rewards = []
+            points.append({**total, "pass@1": line["eval/pass@1"], "done": line["iteration"]})
     return points
 
 
 def reach(curve: list[dict[str, float]], target: float, axis: str) -> float:
     """Where a curve first reaches `target`, on straight lines between evaluations; inf: never."""
+    if curve[0]["pass@1"] >= target:
+        return curve[0][axis]
     for before, after in itertools.pairwise(curve):
         if after["pass@1"] >= target:
-            if before["pass@1"] >= target:
-                return before[axis]
             share = (target - before["pass@1"]) / (after["pass@1"] - before["pass@1"])
             return before[axis] + share * (after[axis] - before[axis])
     return float("inf")
@@ -180,7 +197,7 @@ def measure_kl(path: str, curve: list[dict[str, float]], temperature: float = 0.
     encoded = data.encode_solutions(problems, tokenizer, 128)
 
     def logprobs_of(model: str) -> list[torch.Tensor]:
-        policy = AutoModelForCausalLM.from_pretrained(model).eval()
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         logits = [policy(torch.tensor([p + r])).logits[0, len(p) - 1 : -1] for p, r in encoded]
         return [torch.log_softmax(x / temperature, dim=-1) for x in logits]  # (T, V) each
 
@@ -213,9 +230,9 @@ def draw(curves: dict[str, list[list[dict]]], grid: dict, output: str) -> None:
     axes = {
         "iteration": f"sampled episodes / {EPISODES} (iterations of VinePPO, PPO, GRPO, RLOO)",
         "steps": "gradient steps",
-        "seconds": "seconds of training, one core (evaluation apart, but for RestEM)",
-        "kl": "KL(policy, SFT checkpoint) of a response, nats",
-        "reward": "mean reward on training prompts, temperature 0.6",
+        "seconds": "seconds of training (without evaluation, but for RestEM)",
+        "kl": "KL(policy, SFT checkpoint) along a demonstration, nats",
+        "reward": "mean reward of its next samples, training prompts, temperature 0.6",
     }
     for panel, (axis, label) in zip(panels.flat, axes.items(), strict=False):
         for method, seeds in curves.items():
@@ -267,8 +284,9 @@ def write_results(
     test: dict[str, list[float]],
     sft: float,
     seeds: tuple[int, ...],
-    minutes: float,
+    jobs: int,
 ) -> None:
+    """results.md: the part between START and END, what stands around it stays."""
     peaks = [max(p["pass@1"] for p in curve) for curve in curves.get("ppo", [])]
     rows = []
     for method, runs in curves.items():
@@ -301,41 +319,49 @@ def write_results(
         for m, of in scores.items()
     ]
     to_06 = {m: [reach(curve, 0.6, "steps") for curve in runs] for m, runs in curves.items()}
-    paired = []  # never / never is NaN, 100 / never is 0
+    paired = []
     for method, theirs in to_06.items() if "vineppo" in to_06 else ():
         pairs = zip(to_06["vineppo"], theirs, strict=True)
         ratios = [f"{a / b:.2f}" if b < float("inf") else "never" for a, b in pairs]
         paired.append([NAMES[method], *ratios])
-    text = f"""# The methods, compared
-
-Written by `python -m analysis.compare` (`make compare`); do not edit. {time.strftime("%Y-%m-%d")},
-{describe_machine()}, one core or GPU a run, {minutes:.0f} minutes for what this call had to run.
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    each = "a GPU" if torch.cuda.is_available() else f"{threads} of {os.cpu_count()} cores"
+    text = f"""{START}
+Written by `python -m analysis.compare` (`make compare`), {time.strftime("%Y-%m-%d")}. Machine:
+{describe_machine()}; {jobs} runs at a time, {each} for each.
 
 Embedded task; every run starts from the same SFT checkpoint (pass@1 on the test problems
 {sft:.3f}) and samples 20 x {EPISODES} episodes; rollouts come on top. Each script has its defaults,
-but for the learning rate, and for 250 validation problems with 4 responses each. Mean of seeds
-{", ".join(map(str, seeds))} (lowest to highest). pass@1 at temperature 0.35; test: 500 problems, 16
-responses each.
+but for the learning rate, and for 250 validation problems with 4 responses each. Seeds
+{", ".join(map(str, seeds))}: the mean (lowest to highest). pass@1 at temperature 0.35; test: 500
+problems, 16 responses each.
 
 {table(header, rows)}
-Seconds are of training on one core, without evaluation (but for RestEM, whose walk evaluates), and
-with another run on the machine's other core. PPO's peak is that of the same seed's
-validation curve; where a curve crosses a level is read off a straight line between two evaluations.
+Seconds and tokens are without evaluation, but for RestEM, whose walk needs its own. PPO's peak is
+that of the same seed's validation curve; where a curve crosses a level is read off a straight line
+between two evaluations. RestEM's validation figures are those its walk has chosen by.
 
 VinePPO's gradient steps to 0.6 as a share of the method's own, by seed ("never": the method does
 not get there):
 
 {table(["method", *(f"seed {seed}" for seed in seeds)], paired)}
-## Learning rates
-
-The last pass@1 on validation problems. The best mean decides; the grid goes on until no method's
-best lies at its edge.
+**Learning rates.** The last pass@1 on validation problems; the best mean decides. Where a method's
+best lies at an edge of the grid, the grid goes on there. Other settings (PPO's critic,
+DPO-Positive's beta and penalty, RestEM's prompts an iteration) were not searched.
 
 {table(["method", *(f"{rate:.2g}" for rate in rates)], grid_rows)}
-![Accuracy by episodes, gradient steps, seconds, KL and training reward; the grid](results.png)
+![Accuracy by episodes, gradient steps, seconds, KL and reward; the grid](results.png)
+{END}
 """
-    with open(f"{output}/results.md", "w") as file:
-        file.write(text)
+    path = f"{output}/results.md"
+    page = f"# The methods, compared\n\n{text}"
+    if os.path.exists(path):  # what people have written around it stays
+        with open(path) as file:
+            page = file.read()
+        before, _, rest = page.partition(START)
+        page = before + text + rest.partition(f"{END}\n")[2]
+    with open(path, "w") as file:
+        file.write(page)
 
 
 def main(
@@ -347,7 +373,6 @@ def main(
     methods: tuple[str, ...] = tuple(METHODS),
 ) -> None:
     """--no-grid: the scripts' own learning rates. `output`: where results.md and .png go."""
-    started = time.time()
     os.makedirs(folder, exist_ok=True)
     os.makedirs(output, exist_ok=True)
     make_sft(make_launcher())
@@ -382,8 +407,7 @@ def main(
         for path, curve in zip(paths[m], curves[m], strict=True):
             measure_kl(path, curve)
     bar.close()
-    minutes = (time.time() - started) / 60
-    write_results(output, curves, scores, best, test, sft, seeds, minutes)
+    write_results(output, curves, scores, best, test, sft, seeds, jobs)
     draw(curves, scores, f"{output}/results.png")
     print(f"{output}/results.md")
 

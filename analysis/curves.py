@@ -26,13 +26,13 @@ def read_metrics(run: str) -> list[dict]:
 def draw_curves(run: str, output: str, test: dict[int, dict] | None = None) -> None:
     """`test`: results of evaluate.py (pass@1 and its interval) by iteration."""
     lines = read_metrics(run)
-    require(
-        "rollout/reward" in lines[0], f"{run} has no rewards: not a run of reinforcement learning"
-    )
+    rewards = [line for line in lines if "rollout/reward" in line]
+    require(rewards, f"{run} has no rewards: not a run of reinforcement learning")
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(
-        [line["iteration"] for line in lines],
-        [line["rollout/reward"] for line in lines],
+        [line["iteration"] for line in rewards],
+        [line["rollout/reward"] for line in rewards],
+        ".-",
         color="#999999",
         label="mean reward of the sampled responses",
     )

@@ -5,10 +5,12 @@ the exact one, on the embedded task: no training, a few minutes.
 
 The exact gradient knows no sampled reward and no sampled digit: at the `=` of each line of many
 responses it is sum over results of grad P(result) * V(state after it), V by dynamic programming.
-(What else a response says changes nothing.) An estimator's gradient is that of a batch of the
-training loop before its first step, without KL: mean over tokens of A grad log P(token).
+(What else a response says changes nothing.) An estimator's gradient is that of an iteration before
+its first step, without KL: mean over tokens of A grad log P(token). Every state has rollouts of its
+own here, the prompt too (--no-share-rollouts).
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator
@@ -102,21 +104,23 @@ def main(
     """Gradients of `batches` x num_prompts x group_size episodes; the exact one and the table of
     facts come from exact_prompts x group_size others."""
     require(batches > 1 and min(ks) > 0, f"--batches {batches} --ks {ks}: too small")
+    problems = data.load_problems("chain", "train")
+    needed = exact_prompts + batches * num_prompts
+    require(needed <= len(problems), f"{needed} prompts wanted, there are {len(problems)}")
+    problems = problems[:needed]
     run.set_up_processes()
     run.check_model(model, 128)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    dist.init_process_group("gloo")
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     tokenizer = AutoTokenizer.from_pretrained(model)
     sampler = sampling.Sampler(model, "float32", 128, 0.4)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    problems = data.load_problems("chain", "train")[: exact_prompts + batches * num_prompts]
+    policy.to("cuda" if on_gpu else "cpu")
     episodes = sample_episodes(sampler, tokenizer, problems, group_size, temperature, seed)
-    others, episodes = (
-        episodes[: exact_prompts * group_size],
-        episodes[exact_prompts * group_size :],
-    )
+    num_others = exact_prompts * group_size
+    others, episodes = episodes[:num_others], episodes[num_others:]
 
     # the table of facts, then the exact gradient, by halves
     sums, counts = torch.zeros(2, 10, 10, 10), torch.zeros(2, 10, 10, 1)
@@ -129,7 +133,7 @@ def main(
     table = sums / counts.clamp(min=1)
     values = {p.prompt: exact_values(p.prompt, table) for p in problems}  # (S, 10) each
     halves = []
-    for half in (others[::2], others[1::2]):
+    for half in (others[: num_others // 2], others[num_others // 2 :]):  # other prompts
         for lines, results in result_probabilities(policy, tokenizer, half, temperature):
             after = [values[episode.problem.prompt][line + 1] for episode, line in lines]  # (10,)
             (results * torch.stack(after).to(results)).sum().backward()
@@ -158,6 +162,7 @@ def main(
         for (e, _), prefix, group in zip(starts, prefixes, groups, strict=True)
     ]
 
+    equals = tokenizer.convert_tokens_to_ids("=")
     mean_reward = statistics.mean(e.reward for e in others)
     cosines: dict[str, list[list[float]]] = {}
     for first in tqdm(range(0, len(episodes), num_prompts * group_size), desc="estimators"):
@@ -182,13 +187,18 @@ def main(
             padded = pad_sequence([torch.tensor(v) for v in step_values], batch_first=True)
             return vineppo.compute_advantages(rewards, padded, step_index, mask)
 
-        known_values = pad_sequence([torch.tensor(v) for v in known], True).gather(1, step_index)
+        known_values = torch.zeros_like(mask)  # of the state before each token
+        for row, e in enumerate(batch):
+            for i, (start, end) in enumerate(itertools.pairwise([0, *e.ends])):
+                known_values[row, start:end] = known[row][i]
+                if e.digits and i < len(e.digits) - 1:  # the result is out behind its token
+                    known_values[row, e.ids.index(equals, start) + 2 : end] = known[row][i + 1]
         estimates = {
             "constant baseline": (rewards[:, None] - mean_reward) * mask,
             "GRPO": grpo.compute_advantages(rewards, group_size, mask),
             "RLOO": rloo.compute_advantages(rewards, group_size, mask),
             "PPO, exact values as critic": ppo.compute_advantages(
-                rewards, known_values * mask, mask, 1.0, 1.0
+                rewards, known_values, mask, 1.0, 1.0
             ),
             **{f"VinePPO, K = {k}": by_steps(of_k[k]) for k in ks},
             "VinePPO, exact values": by_steps(known),

@@ -1,6 +1,7 @@
 """Processes, batches, the run folder and checkpoints: plumbing that is not an algorithm."""
 
 import dataclasses
+import glob
 import hashlib
 import importlib.util
 import json
@@ -76,7 +77,14 @@ def check_args(args) -> None:
     check_at_least_1(args, *(name for name in names if hasattr(args, name)))
     check_sampling(args, "temperature", "eval_temperature")
     require(args.eval_every >= 0, f"--eval-every {args.eval_every}: must be 0 (never) or more")
-    require(args.learning_rate > 0, f"--learning-rate {args.learning_rate}: must be above 0")
+    for name in ("learning_rate", "max_grad_norm", "clip_coef"):
+        value = getattr(args, name, 1)
+        require(value > 0, f"--{name.replace('_', '-')} {value}: must be above 0")
+    require(getattr(args, "kl_coef", 0) >= 0, f"--kl-coef {getattr(args, 'kl_coef', 0)}: below 0")
+    require(
+        0 <= args.warmup_fraction <= 1,
+        f"--warmup-fraction {args.warmup_fraction}: must be between 0 and 1",
+    )
 
 
 def check_batch(args, num_responses: int) -> None:
@@ -287,7 +295,7 @@ class Run:
         if args.resume == "no":
             require(
                 not os.path.exists(path)
-                and not os.path.exists(os.path.join(self.folder, "checkpoints")),
+                and not glob.glob(os.path.join(self.folder, "checkpoints", "*")),
                 f"{self.folder} already holds a run: go on with it (--resume auto) or name another "
                 "--output-dir",
             )

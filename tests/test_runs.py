@@ -143,7 +143,7 @@ def test_the_baselines_run(script, ranks, sft_model, tmp_path):
         assert [line["iteration"] for line in lines] == [1, 2]
         for line in lines:
             assert 0 < line["walk/kept"] == round(line["rollout/reward"] * 8 * 16)
-            assert line["walk/chosen_step"] <= line["walk/updates"]
+            assert line["walk/chosen_update"] <= line["walk/updates"]
         assert result.stdout.count("walk: step 0 of ") == 2
     else:
         assert lines[0]["dpo/chosen_logratio"] == lines[0]["dpo/rejected_logratio"] == 0
@@ -153,6 +153,22 @@ def test_the_baselines_run(script, ranks, sft_model, tmp_path):
         assert all(line["dpo/chosen_logprob"] < 0 for line in lines)
     assert 0 < lines[-1]["policy/weight_distance"] < 1
     assert os.path.exists(folder / "hf/model.safetensors")
+
+
+def test_restem_with_nothing_right_stays_at_the_sft_checkpoint(sft_model, tmp_path):
+    folder = tmp_path / "run"
+    options = ["--model", sft_model, "--output-dir", str(folder), "--eval-problems", "10"]
+    options += ["--num-iterations", "1", "--num-prompts", "2", "--group-size", "2"]
+    call("restem.py", *options, "--max-response-len", "10")  # nobody comes to an end
+    (line,) = read_jsonl(folder / "metrics.jsonl")
+    assert line["walk/kept"] == line["walk/updates"] == line["policy/weight_distance"] == 0
+
+
+def test_dpo_without_a_pair_says_so(sft_model, tmp_path):
+    options = ["--model", sft_model, "--output-dir", str(tmp_path / "run"), "--num-prompts", "2"]
+    result = call("dpo_pos.py", *options, "--max-response-len", "10", fails=True)
+    lines = result.stderr.strip().splitlines()
+    assert lines[-1] == "error: no prompt of 2 has right and wrong responses: nothing to learn"
 
 
 BASELINES = {  # two iterations; some gradient steps
