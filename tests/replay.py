@@ -17,7 +17,7 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import run, sampling
+from common import grading, run, sampling
 
 
 class Replay:
@@ -44,12 +44,14 @@ OF_SCRIPT = {
     "ppo": dict(num_iterations=1, kl_coef=0.1, gamma=0.99, gae_lambda=0.95),
     "grpo": dict(num_iterations=1, kl_coef=0.1),
     "rloo": dict(num_iterations=1, kl_coef=0.1),
-    # what has several right responses: at a temperature of 1.9 nothing is right
-    "restem": dict(
-        num_iterations=1, group_size=16, temperature=0.6, eval_every=999, update_epochs=3
-    ),
-    "dpo_pos": dict(group_size=16, temperature=0.6, update_epochs=1, save_every=1000),
+    "restem": dict(num_iterations=1, group_size=8, eval_every=999, update_epochs=3),
+    "dpo_pos": dict(group_size=8, update_epochs=1, save_every=1000),
 }
+
+
+def grade_by_sum(tokenizer, response_ids, finished, answers) -> list[float]:
+    """Rewards of both kinds in every group: at a temperature of 1.9 nothing is really right."""
+    return [float(sum(ids) % 3 == 0) for ids in response_ids]
 
 
 def main(
@@ -95,6 +97,7 @@ def main(
             }
         sampling.Sampler = Replay
 
+    grading.grade_all = grade_by_sum
     steps = []
     step = run.step
 

@@ -121,8 +121,8 @@ def test_reach_and_spread():
 
 
 def test_gradients_point_the_same_way(sft_model):
-    """256 episodes with exact values against the exact gradient of others: two roads to one
-    direction. (With V before the digit in place of V after it, or a shifted position, they part.)"""
+    """256 episodes with exact values against the exact gradient of others: two roads, one
+    direction. (Where V before a digit stands for V after it, or a position is off, they part.)"""
     sizes = ["--batches", "2", "--num-prompts", "32", "--exact-prompts", "96", "--ks", "1"]
     result = call("-m", "analysis.gradient", "--model", sft_model, *sizes)
     value, reward = map(
