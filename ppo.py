@@ -423,10 +423,9 @@ def main(args: Args) -> None:
         b_returns, b_errors = (x[response_mask.bool()] for x in (returns, returns - values))
         metrics["adv/value"] = values[response_mask.bool()].mean().item()
         metrics["adv/value_error"] = b_errors.abs().mean().item()
-        # 1: perfect, 0: no better than a constant. (No number where all returns are equal.)
-        if b_returns.max() > b_returns.min():
-            explained = 1 - b_errors.var(correction=0) / b_returns.var(correction=0)
-            metrics["adv/explained_variance"] = explained.item()
+        # 1: perfect, 0: no better than a constant; no number where returns differ by rounding only
+        if (variance := b_returns.var()) > 1e-8:
+            metrics["adv/explained_variance"] = (1 - b_errors.var() / variance).item()
 
         # ==== 6.6 update: epochs x minibatches x micro-batches ====================================
         logger.phase("update")

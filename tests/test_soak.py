@@ -50,7 +50,7 @@ def test_vineppo_learns(embedded, tmp_path, seed):
     assert found >= 0.80 and gap < 1e-4
 
 
-KILLED = {  # after their first or second checkpoint, in the middle of the next part
+KILLED = {  # behind their first checkpoint, in the middle of the next part
     script: [*FAST[: FAST.index("--k")], *FAST[FAST.index("--k") + 2 :]]
     for script in ("ppo.py", "grpo.py", "rloo.py")
 }
