@@ -78,7 +78,7 @@ class Args:
     """a string that ends a response; its ids are cut off and no EOS is put in their place"""
 
     # optimisation
-    learning_rate: float = 6e-5
+    learning_rate: float = 7.5e-6
     """peak, after a linear warm-up; then linear to 0"""
     warmup_fraction: float = 0.03
     """of all gradient steps"""

@@ -78,7 +78,7 @@ class Args:
     # optimisation
     num_iterations: int = 20
     """each samples, then updates; the learning rate falls to 0 over them"""
-    learning_rate: float = 6e-5
+    learning_rate: float = 1.2e-4
     """peak, after a linear warm-up"""
     warmup_fraction: float = 0.03
     """of all gradient steps"""

@@ -78,7 +78,7 @@ class Args:
     # optimisation
     num_iterations: int = 4
     """each samples, then fine-tunes the SFT checkpoint; the learning rate falls to 0 in each"""
-    learning_rate: float = 2.4e-4
+    learning_rate: float = 6e-5
     """peak, after a linear warm-up"""
     warmup_fraction: float = 0.03
     """of an iteration's gradient steps"""

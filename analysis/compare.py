@@ -190,8 +190,9 @@ def reach(curve: list[dict[str, float]], target: float, axis: str) -> float:
 def measure_kl(path: str, curve: list[dict[str, float]], temperature: float = 0.6) -> None:
     """Adds KL(policy, SFT checkpoint) to the points of a curve: exact at each token of the
     demonstrations for 100 validation problems, summed over tokens, mean over problems."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(f"{SFT}/hf")
     problems = data.load_problems("chain", "validation")[:100]
     encoded = data.encode_solutions(problems, tokenizer, 128)
