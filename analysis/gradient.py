@@ -96,18 +96,18 @@ def main(
     batches: int = 16,
     num_prompts: int = 8,
     group_size: int = 8,
-    exact_prompts: int = 512,
+    exact_episodes: int = 4096,
     ks: tuple[int, ...] = (1, 3, 9),
     temperature: float = 0.6,
     seed: int = 1,
 ) -> None:
     """Gradients of `batches` x num_prompts x group_size episodes; the exact one and the table of
-    facts come from exact_prompts x group_size others."""
+    facts come from exact_episodes others, each of a prompt of its own."""
     require(batches > 1 and min(ks) > 0, f"--batches {batches} --ks {ks}: too small")
-    problems = data.load_problems("chain", "train")
-    needed = exact_prompts + batches * num_prompts
-    require(needed <= len(problems), f"{needed} prompts wanted, there are {len(problems)}")
-    problems = problems[:needed]
+    # the exact gradient needs many prompts more than many responses: those of the demonstrations
+    others = data.load_problems("chain", "sft")[:exact_episodes]
+    problems = data.load_problems("chain", "train")[: batches * num_prompts]
+    require(len(problems) == batches * num_prompts, f"--batches {batches}: too few prompts for it")
     run.set_up_processes()
     run.check_model(model, 128)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -118,9 +118,9 @@ def main(
     sampler = sampling.Sampler(model, "float32", 128, 0.4)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     policy.to("cuda" if on_gpu else "cpu")
-    episodes = sample_episodes(sampler, tokenizer, problems, group_size, temperature, seed)
-    num_others = exact_prompts * group_size
-    others, episodes = episodes[:num_others], episodes[num_others:]
+    values_of = [problem.prompt for problem in others + problems]
+    others = sample_episodes(sampler, tokenizer, others, 1, temperature, seed)
+    episodes = sample_episodes(sampler, tokenizer, problems, group_size, temperature, seed + 1)
 
     # the table of facts, then the exact gradient, by halves
     sums, counts = torch.zeros(2, 10, 10, 10), torch.zeros(2, 10, 10, 1)
@@ -131,9 +131,9 @@ def main(
                 sums[OPS.index(op), episode.digits[line], operand] += result
                 counts[OPS.index(op), episode.digits[line], operand] += 1
     table = sums / counts.clamp(min=1)
-    values = {p.prompt: exact_values(p.prompt, table) for p in problems}  # (S, 10) each
+    values = {prompt: exact_values(prompt, table) for prompt in values_of}  # (S, 10) each
     halves = []
-    for half in (others[: num_others // 2], others[num_others // 2 :]):  # other prompts
+    for half in (others[: len(others) // 2], others[len(others) // 2 :]):
         for lines, results in result_probabilities(policy, tokenizer, half, temperature):
             after = [values[episode.problem.prompt][line + 1] for episode, line in lines]  # (10,)
             (results * torch.stack(after).to(results)).sum().backward()
@@ -149,7 +149,7 @@ def main(
         temperature,
         1.0,
         [MAX_RESPONSE_LEN - len(prefix) for prefix in prefixes],
-        seed + 1,
+        seed + 2,
         progress=True,
     )
     outcomes = [

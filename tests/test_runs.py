@@ -144,6 +144,7 @@ def test_the_baselines_run(script, ranks, sft_model, tmp_path):
         for line in lines:
             assert 0 < line["walk/kept"] == round(line["rollout/reward"] * 8 * 16)
             assert line["walk/chosen_update"] <= line["walk/updates"]
+            assert (line["policy/weight_distance"] > 0) == (line["walk/chosen_update"] > 0)
         assert result.stdout.count("walk: step 0 of ") == 2
     else:
         assert lines[0]["dpo/chosen_logratio"] == lines[0]["dpo/rejected_logratio"] == 0
@@ -151,7 +152,7 @@ def test_the_baselines_run(script, ranks, sft_model, tmp_path):
         assert lines[-1]["dpo/chosen_logratio"] > lines[-1]["dpo/rejected_logratio"]
         assert ["eval/pass@1" in line for line in lines[:4]] == [False, True, False, True]
         assert all(line["dpo/chosen_logprob"] < 0 for line in lines)
-    assert 0 < lines[-1]["policy/weight_distance"] < 1
+        assert 0 < lines[-1]["policy/weight_distance"] < 1
     assert os.path.exists(folder / "hf/model.safetensors")
 
 
@@ -167,8 +168,8 @@ def test_restem_with_nothing_right_stays_at_the_sft_checkpoint(sft_model, tmp_pa
 def test_dpo_without_a_pair_says_so(sft_model, tmp_path):
     options = ["--model", sft_model, "--output-dir", str(tmp_path / "run"), "--num-prompts", "2"]
     result = call("dpo_pos.py", *options, "--max-response-len", "10", fails=True)
-    lines = result.stderr.strip().splitlines()
-    assert lines[-1] == "error: no prompt of 2 has right and wrong responses: nothing to learn"
+    assert "error: no prompt of 2 has right and wrong responses: nothing" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 BASELINES = {  # two iterations; some gradient steps
@@ -234,7 +235,9 @@ def check_same(one, other, script):
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             if key not in ("tokens/padding", "policy/sampler_gap"):
-                assert found[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+                # a share of clipped tokens jumps where one of them is at the border
+                absolute = 5e-3 if key.endswith("clip_fraction") else 1e-5
+                assert found[key] == pytest.approx(value, rel=1e-3, abs=absolute), key
 
 
 SCRIPTS = ["vineppo", "ppo", "grpo", "rloo", "restem", "dpo_pos"]
