@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import unicodedata
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ TIME_LIMIT = 4.0  # seconds for a pair; all but made-up ones take a few hundredt
 START_LIMIT = 60.0  # seconds for the import of sympy, on a busy machine
 MEMORY_LIMIT = 1 << 30  # bytes of address space
 MAX_DIGITS, MAX_TOKENS, MAX_DEPTH, MAX_ITEMS = 200, 400, 25, 100  # of what is read at all
-MAX_BITS, MAX_FACTORIAL = 20_000, 1_000  # of numbers that are worked out
+MAX_BITS, MAX_FACTORIAL = 32_000, 3_000  # of numbers that are worked out
 
 # ---- cleaning: many spellings to few -------------------------------------------------------------
 
@@ -233,9 +234,14 @@ def read(text: str) -> Value:
         raise Unreadable
     if len(items) == 1:
         return items[0]
-    if set(commas) == {r"\or"} and all(item.kind == "relation" for item in items):
+    if set(commas) == {r"\or"} and all(
+        item.kind == "relation" and "=" not in item.data for item in items
+    ):
         return Value("sets", r"\cup", tuple(items))
     return Value("list", None, tuple(items))
+
+
+read_cached = lru_cache(10_000)(read)
 
 
 def read_item(text: str) -> Value:
@@ -470,7 +476,7 @@ def equal(answer: str, reference: str) -> bool:
         # "1,234" is a number, unless the reference shows ("100, 234") that commas part a list.
         if not re.search(r"\d, \d{3}(?!\d)", reference):
             answer, reference = map(join_thousands, (answer, reference))
-        return same(read(answer), read(reference))
+        return same(read_cached(answer), read_cached(reference))
     except Unreadable:
         return False
 
