@@ -4,14 +4,17 @@ python -m common.grading FILE.jsonl     grades a file of responses, see `main`
 """
 
 import json
+import os
 import re
+import select
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from common import UsageError, require
-from common.equivalence import Worker
 
 # A sign before or after the currency, commas between digits, digits on at least one side of the
 # dot. ASCII digits only; U+2212 is the minus that word processors write. Spaces are bounded: two
@@ -86,17 +89,76 @@ def extract_boxed(text: str) -> str | None:
             if of_box:
                 boxes.append((start, match.start()))
     for start, end in reversed(boxes):
-        if end - start > MAX_LENGTH:
-            return text[start:end]
-        content = re.sub(r"\\(?:boxed|fbox)(?![a-zA-Z])", " ", text[start:end]).strip()
+        content = " ".join(text[start:end].split())
+        if len(content) > MAX_LENGTH:
+            return content
         if re.sub(r"\\text\w*\{\s*\}|\\phantom\{[^{}]*\}|\\[,;:! ]|[{}~.\s]", "", content):
             return content
     return None
 
 
+TIME_LIMIT, START_LIMIT = 5, 120  # seconds for a pair (some hundredths, as a rule), for the imports
+
+
+class Worker:
+    """`python -m common.equivalence`, started when it is first asked and again when it died; one
+    question at a time, from any thread. Not multiprocessing: that would import the training script
+    once more, or fork beside CUDA's and gloo's threads."""
+
+    def __init__(self) -> None:
+        self.failures = {"timeout": 0, "crash": 0}
+        self.reset()
+        os.register_at_fork(after_in_child=self.reset)  # a forked process gets its own
+
+    def reset(self) -> None:
+        self.lock, self.process = threading.Lock(), None
+
+    def equal(self, answer: str, reference: str) -> bool:
+        """False also where the worker fails: then it is killed, and that is counted and said."""
+        with self.lock:
+            try:
+                if self.process is None:
+                    self.start()
+                self.process.stdin.write(json.dumps([answer, reference]).encode() + b"\n")
+                self.process.stdin.flush()
+                reply = self.read_line(TIME_LIMIT)
+            except BrokenPipeError:
+                reply = b""
+            if reply in (b"true\n", b"false\n"):
+                return reply == b"true\n"
+            self.stop()
+            failure = "timeout" if reply is None else "crash"
+            self.failures[failure] += 1
+            what = f"{answer!r:.80} against {reference!r:.80}"
+            print(f"warning: {failure} grading {what}: wrong ({self.failures})", file=sys.stderr)
+            return False
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "common.equivalence"],
+            cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is not for it; it ends with this process
+        )
+        if self.read_line(START_LIMIT) != b"ready\n":
+            self.stop()
+            raise RuntimeError("python -m common.equivalence does not start")
+
+    def read_line(self, seconds: float) -> bytes | None:
+        """A line, b"" when the worker has died, None when time is up."""
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        return self.process.stdout.readline() if ready else None
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.process = None
+
+
+worker = Worker()
 cache: dict[tuple[str, str], float] = {}  # verdicts on pairs that are not spelled alike
 CACHE_SIZE = 200_000
-worker = Worker()
 
 
 def grade_boxed(response: str, answer: str) -> float:
