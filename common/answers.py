@@ -86,8 +86,6 @@ RENAMES = r"""
 \^\s*\{?\s*\\circ\s*\}?\s*(?:[CFK](?![a-zA-Z]))? => \\degree
 \^\s*\{?\s*"?(?:th|st|nd|rd)"?\s*\}? =>
 \\?% => "percent"
-\\?\$\s*([\d.,]*\d) => \1"dollar"
-\\?\$ =>
 \\frac\s*(\d)\s*(\d) => \\frac{\1}{\2}
 \\frac\s*(\d)\s*\{ => \\frac{\1}{
 \\frac\s*\{\s*([^{}]*?)\s*\}\s*(?:(\d)|\{\s*([^{}]*?)\s*\}) => \\frac{\1}{\2\3}
@@ -113,7 +111,9 @@ def clean(text: str) -> str:
     for _ in range(3):  # \text in \textbf
         text = TEXT.sub(lambda match: f" {clean_words(match[1], in_text=True)} ", text)
     text = re.sub(r'"\s*"', " ", clean_words(text, in_text=False))
-    text = re.sub(r"\\[,;:! ]|~", " ", THOUSANDS.sub("", REPEATING.sub(clean_repeating, text)))
+    text = THOUSANDS.sub("", REPEATING.sub(clean_repeating, text))
+    text = re.sub(r"\\\$\s*([\d.,]*\d)", r'\1"dollar"', text)
+    text = re.sub(r"\\[,;:! ]|~|\\?\$", " ", text)
     for pattern, new in RENAMES:
         text = pattern.sub(new, text)
     return re.sub(r"\s+", " ", MIXED.sub(clean_mixed, text)).strip()
@@ -299,7 +299,7 @@ def read_structure(text: str) -> Value:
         parts, _ = split(inside, (",", ";"))
         if width == 2:
             return Value("set", None, tuple(map(read_structure, parts)))
-        if len(parts) > 1 and text[0] != "{":
+        if len(parts) > 1 and text[0] != "{" and text[-1] != "}":
             return Value("group", text[0] + text[-1], tuple(map(read_structure, parts)))
         return read_structure(inside)
     if words := re.fullmatch(r'"([^"]*)"', text):
@@ -327,7 +327,11 @@ def strip_unit(text: str) -> tuple[str, str]:
     """What stands before the words (degree signs, per cents) at the end, and those words, each
     unit spelled in one way."""
     match = UNIT.fullmatch(text)
-    if not match or (r"\degree" in match[2] and re.search("|".join(FUNCTIONS), match[1])):
+    if (
+        not match
+        or not match[2].strip("/ ")
+        or (r"\degree" in match[2] and re.search("|".join(FUNCTIONS), match[1]))
+    ):
         return text, ""
     unit = match[2].replace("\\", " ")
     for power, word in ("2", " square "), ("3", " cubic "):

@@ -92,7 +92,9 @@ def extract_boxed(text: str) -> str | None:
         content = " ".join(text[start:end].split())
         if len(content) > MAX_LENGTH:
             return content
-        if re.sub(r"\\text\w*\{\s*\}|\\phantom\{[^{}]*\}|\\[,;:! ]|[{}~.\s]", "", content):
+        if re.sub(
+            r"\\(?:boxed|fbox|text\w*\{\s*\})|\\phantom\{[^{}]*\}|\\[,;:! ]|[{}~.\s]", "", content
+        ):
             return content
     return None
 
