@@ -121,6 +121,8 @@ def clean(text: str) -> str:
 
 def clean_character(char: str) -> str:
     kind, _, codes = unicodedata.decomposition(char).partition(" ")
+    if unicodedata.category(char) == "Cf":  # invisible, as a zero-width space
+        return ""
     if kind not in ("<super>", "<sub>", "<fraction>"):
         return SYMBOLS[char] + " " if char in SYMBOLS else unicodedata.normalize("NFKC", char)
     plain = "".join(chr(int(code, 16)) for code in codes.split()).replace("−", "-")
@@ -197,7 +199,7 @@ OPEN, CLOSE = re.compile(r"[(\[{]|\\\{|\\begin"), re.compile(r"[)\]}]|\\\}|\\end
 SEPARATORS = (",", ";", r"\and", r"\or")
 RELATIONS = {"=": "=", r"\ne": "!=", "<": "<", r"\le": "<=", ">": ">", r"\ge": ">=", r"\in": "in"}
 MATRIX = re.compile(r"(.*?)\\begin\s*\{(\w*matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\s*\{\2\}")
-BASE = re.compile(r'(-?\d[\w.]*|[A-F0-9]{2,})\s*_\s*\{?\s*(?:(\d{1,2})|"(\w+)")\s*\}?')
+BASE = re.compile(r'(-?\d[\w.]*|[A-F0-9]{2,})\s*_\s*\{?\s*(?:(\d{1,2})|"(\w+)")\s*\}?', re.ASCII)
 UNIT = re.compile(r'(.*?[^\s"^])\s*((?:\\degree|"[^"]*"(?:\s*\^\s*\{?\d\}?)?|[/\s])+)')
 
 
@@ -362,7 +364,7 @@ LEAF = re.compile(
     |(?P<open>[(\[{{])|(?P<close>[)\]}}])
     |(?P<other>[-+*/!|]|\\(?:{"|".join(FUNCTIONS)}|cdot|times|div|[lr]floor|[lr]ceil)(?![a-zA-Z])))
     """,
-    re.VERBOSE,
+    re.VERBOSE | re.ASCII,
 )
 
 
@@ -376,8 +378,8 @@ def read_leaf(text: str):
     stack: list[tuple[str, str, int]] = []  # of brackets: as written, as closed, arguments to come
     position, wanted, before = 0, 0, ""
     text = text.strip()
-    if re.search(r"\^\s*(?:\w|\{[^{}]*\})\s*\^", text):
-        raise Unreadable  # a^b^c, which the grammar reads from the left
+    if re.search(r"\^\s*(?:\w+|\{[^{}]*\})\s*\^|(?<![\d.])0[xXbBoO]", text):
+        raise Unreadable  # a^b^c, which the grammar reads from the left; 0x10
     while position < len(text):
         match = LEAF.match(text, position)
         if not match or len(output) > MAX_TOKENS or len(stack) > MAX_DEPTH:
@@ -394,7 +396,7 @@ def read_leaf(text: str):
             table.append(
                 sympy.Rational(token)
                 if kind == "number"
-                else CONSTANTS.get(token) or sympy.Symbol(re.sub("[{}]", "", token))
+                else CONSTANTS.get(token) or sympy.Symbol(re.sub("[{}]", "", token), real=True)
             )
             output.append(f"{{{holder}}}" if wanted else holder)
             before = "" if wanted else kind

@@ -141,6 +141,7 @@ class Worker:
             cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy's ways, and so verdicts, repeat
             start_new_session=True,  # Ctrl-C is not for it; it ends with this process
         )
         if self.read_line(START_LIMIT) != b"ready\n":
