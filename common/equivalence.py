@@ -62,9 +62,9 @@ def same(a: Value, b: Value) -> bool:
         if "set" in kinds:
             items, others = distinct(items), distinct(others)
         return same_in_any_order(items, others)
-    units = {a.unit, b.unit}
-    if len(units) == 2 and (units & {"am", "pm"} or units <= set(UNITS.values())):
-        return False  # one may be left out, but not of a time
+    known = set(f"{a.unit} {b.unit}".split()) <= set(UNITS.values())
+    if a.unit != b.unit and ({"am", "pm"} & {a.unit, b.unit} or (a.unit and b.unit and known)):
+        return False  # a unit may be left out, but not of a time
     if len(kinds) == 2 and "choice" in kinds:  # (C) 12 is C and is 12
         choice, other = (a, b) if a.kind == "choice" else (b, a)
         return any(same(part, other) for part in choice.parts)
