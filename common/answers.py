@@ -96,7 +96,7 @@ RENAMES = r"""
 \^\s*(-\s*\w+) => ^{\1}
 ^\s*"?(?:the )?(?:final )?answer(?: is)?"?\s*:?(?=.) =>
 ^\s*\\(?:approx|sim)(?![a-z]) =>
-(?:\s|[.:]|\\cr)+$ =>
+(?:\s|(?<!\.)\.|:|\\cr)+$ =>
 ^\s*\(?([A-Za-z])\)$ => \1
 """
 RENAMES = [line.partition(" =>") for line in RENAMES.strip().splitlines()]
@@ -272,6 +272,8 @@ def read_structure(text: str) -> Value:
     """One thing, without commas outside brackets. Raises Unreadable."""
     parts, found = split(text, RELATIONS)
     if found:
+        if "" in parts:
+            raise Unreadable
         return Value("relation", tuple(map(RELATIONS.get, found)), tuple(map(read_item, parts)))
     parts, found = split(text, (r"\cup", r"\cap", r"\setminus"))
     if found:
@@ -299,11 +301,13 @@ def read_structure(text: str) -> Value:
         if width == 2 and (condition := re.fullmatch(r"([A-Za-z])\s*(?:\\mid|\||:)(.*)", inside)):
             return read(condition[2].strip())
         parts, _ = split(inside, (",", ";"))
-        if width == 2:
+        if width == 2 and text.endswith(r"\}"):
             return Value("set", None, tuple(map(read_structure, parts)))
-        if len(parts) > 1 and text[0] != "{" and text[-1] != "}":
+        if len(parts) > 1 and text[0] in "([" and text[-1] in ")]":
             return Value("group", text[0] + text[-1], tuple(map(read_structure, parts)))
-        return read_structure(inside)
+        if text[0] + text[-1] in ("()", "[]", "{}"):
+            return read_structure(inside)
+        raise Unreadable
     if words := re.fullmatch(r'"([^"]*)"', text):
         if words[1] in COUNTS:
             return Value("expression", sympy.Integer(COUNTS.index(words[1])))

@@ -1,5 +1,7 @@
 """Rewards: GSM8K's number after the marker, MATH's last box, and what equals what."""
 
+# ruff: noqa: RUF001 (letters that look alike are the point)
+
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 
@@ -128,7 +131,7 @@ def test_extraction_is_linear(text):
     assert time.perf_counter() - start < 1
 
 
-# ---- MATH: what equals what, as `answer | reference` -----------------------------------------------
+# ---- MATH: what equals what, as `answer | reference` ---------------------------------------------
 
 EQUAL = r"""
 \dfrac{5}{8} | \frac{5}{8} ; \frac58 | 0.625 ; 5/8 | \frac{5}{8} ; \frac5{8} | \frac{5}8
@@ -423,7 +426,7 @@ def test_math_solutions_against_their_own_answer_and_others():
     assert len(solutions) - len(usable) == 2  # empty boxes
     assert all(grade_boxed(solutions[i], answers[i]) == 1.0 for i in usable)
     assert all(equivalence.same(v, v) for a in set(answers) - {None} if (v := read(a)))
-    others = [(answers[i], answers[j]) for i, j in zip(usable, usable[1:], strict=False)]
+    others = [(answers[i], answers[j]) for i, j in pairwise(usable)]
     equal = {pair for pair in others if equivalence.equal(*pair)}
     assert all(bare(a) == bare(b) for a, b in equal), [p for p in equal if bare(p[0]) != bare(p[1])]
 
