@@ -143,7 +143,8 @@ def clean_words(text: str, in_text: bool) -> str:
             return f'"{name.replace(" ", "")}"'
         if in_text:
             return match[0] if re.fullmatch(r"[A-Z]\s*", match[0]) else f'"{name}"'
-        is_unit = len(name) > 1 and name.rstrip("s") in UNITS
+        after = match.string[max(match.start() - 1, 0) : match.start()]
+        is_unit = name.rstrip("s") in UNITS and len(name) > 1 and after in [*"0123456789) }"]
         return f'"{name}"' if is_unit or len(name) > 3 else match[0]
 
     if in_text:
@@ -151,7 +152,7 @@ def clean_words(text: str, in_text: bool) -> str:
         return re.sub(r"(?<!\\)\b[A-Za-z][A-Za-z.'/ -]*", clean_word, text)
     parts = re.split(r'("[^"]*"|\\(?:begin|end)\s*\{\w+\*?\}|\\[a-zA-Z]+)', text)
     for i in range(0, len(parts), 2):
-        parts[i] = re.sub(r"[aApP]\.? ?[mM]\b\.?|[A-Za-z]+", clean_word, parts[i])
+        parts[i] = re.sub(r"(?<=\d) ?[aApP]\.? ?[mM]\b\.?|[A-Za-z]+", clean_word, parts[i])
     return "".join(parts)
 
 
@@ -200,7 +201,8 @@ SEPARATORS = (",", ";", r"\and", r"\or")
 RELATIONS = {"=": "=", r"\ne": "!=", "<": "<", r"\le": "<=", ">": ">", r"\ge": ">=", r"\in": "in"}
 MATRIX = re.compile(r"(.*?)\\begin\s*\{(\w*matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\s*\{\2\}")
 BASE = re.compile(r'(-?\d[\w.]*|[A-F0-9]{2,})\s*_\s*\{?\s*(?:(\d{1,2})|"(\w+)")\s*\}?', re.ASCII)
-UNIT = re.compile(r'(.*?[^\s"^])\s*((?:\\degree|"[^"]*"(?:\s*\^\s*\{?\d\}?)?|[/\s])+)')
+WORD = r'(?:\\degree|"[^"]*"(?:\s*\^\s*\{?\d\}?)?)'
+UNIT = re.compile(rf'(.*?[^\s"^])\s*({WORD}(?:{WORD}|[/\s])*)')
 
 
 def split(text: str, separators) -> tuple[list[str], list[str]]:
@@ -229,7 +231,7 @@ def read(text: str, thousands: bool = False) -> Value:
         )
     parts, found = split(text, SEPARATORS)
     items = [read_item(each) for part in parts if part for each in choose_signs(part)]
-    if not items:
+    if not 1 <= len(items) <= MAX_ITEMS:
         raise Unreadable
     operator = {r"\and": r"\cap", r"\or": r"\cup"}.get("".join(set(found)))
     if operator and all(item.kind == "relation" and "=" not in item.data for item in items):
@@ -239,21 +241,18 @@ def read(text: str, thousands: bool = False) -> Value:
 
 def choose_signs(text: str) -> list[str]:
     r"""The texts that one with \pm stands for; \mp goes against a \pm."""
-    signs = re.findall(r"\\(?:pm|mp)(?![a-zA-Z])", text)
-    if len(signs) > 4:
+    pieces = re.split(r"\\(pm|mp)(?![a-zA-Z])", text)  # text, sign, text, ...
+    count, paired = len(pieces) // 2, "mp" in pieces
+    if count > 4:
         raise Unreadable
-    paired = r"\mp" in signs
-    choices = product((0, 1), repeat=1 if paired else len(signs))
-    texts = []
-    for choice in choices:
-        picks = iter(choice * len(signs) if paired else choice)
-        texts.append(
-            re.sub(
-                r"\\(pm|mp)(?![a-zA-Z])",
-                lambda match, picks=picks: ("+-" if match[1] == "pm" else "-+")[next(picks)],
-                text,
-            )
+    signs = {"pm": "+-", "mp": "-+"}
+    texts = (
+        "".join(
+            piece if i % 2 == 0 else signs[piece][choice[0 if paired else i // 2]]
+            for i, piece in enumerate(pieces)
         )
+        for choice in product((0, 1), repeat=1 if paired else count)
+    )
     return list(dict.fromkeys(texts))
 
 
@@ -333,11 +332,7 @@ def strip_unit(text: str) -> tuple[str, str]:
     """What stands before the words (degree signs, per cents) at the end, and those words, each
     unit spelled in one way."""
     match = UNIT.fullmatch(text)
-    if (
-        not match
-        or not match[2].strip("/ ")
-        or (r"\degree" in match[2] and re.search("|".join(FUNCTIONS), match[1]))
-    ):
+    if not match or (r"\degree" in match[2] and re.search("|".join(FUNCTIONS), match[1])):
         return text, ""
     unit = match[2].replace("\\", " ")
     for power, word in ("2", " square "), ("3", " cubic "):
@@ -459,12 +454,11 @@ def evaluate(tree, table: list):
         for argument in arguments:
             if argument.is_number and not (argument.is_Integer and argument <= MAX_FACTORIAL):
                 raise Unreadable
-    if tree.is_Pow:
-        base, power = arguments
+    if tree.is_Pow or tree.func is sympy.exp:
+        base, power = arguments if tree.is_Pow else (sympy.E, arguments[0])
         if power.is_number and power.is_finite:
-            size = abs(power.evalf(15))
             scale = abs(sympy.log(abs(base)).evalf(15)) if base.is_number and base != 0 else 20
-            if not bool(size < 1_500) and not bool(size * scale < MAX_BITS):
+            if not bool(abs(power.evalf(15)) * scale < MAX_BITS):
                 raise Unreadable
             if base.is_negative and power.is_Rational and power.q > 1 and power.q % 2:
                 return (-1) ** power.p * (-base) ** power  # the real root
