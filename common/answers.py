@@ -137,14 +137,15 @@ def clean_words(text: str, in_text: bool) -> str:
 
     def clean_word(match: re.Match) -> str:
         name = re.sub(r"[.\s]+", " ", match[0].lower()).strip()
+        after = match.string[max(match.start() - 1, 0) : match.start()]
+        is_unit = in_text or after in [*"0123456789) }"]  # 5 cm, but not \frac{cm}{2}
         if name in PLAIN:
             return PLAIN[name]
-        if name in ("a m", "p m", "am", "pm"):
+        if name in ("a m", "p m", "am", "pm") and is_unit:
             return f'"{name.replace(" ", "")}"'
         if in_text:
             return match[0] if re.fullmatch(r"[A-Z]\s*", match[0]) else f'"{name}"'
-        after = match.string[max(match.start() - 1, 0) : match.start()]
-        is_unit = name.rstrip("s") in UNITS and len(name) > 1 and after in [*"0123456789) }"]
+        is_unit = is_unit and len(name) > 1 and name.rstrip("s") in UNITS
         return f'"{name}"' if is_unit or len(name) > 3 else match[0]
 
     if in_text:
