@@ -44,9 +44,10 @@ PLAIN |= dict.fromkeys(("infinity", "inf", "oo"), r"\infty ")
 UNITS = {}
 for _spellings in """centimeter cm centimetre|meter m metre|millimeter mm|kilometer km kilometre
 |inch in inche|foot ft feet|yard yd|mile mi|gram g gm|kilogram kg|pound lb|ounce oz|second s sec
-|minute min|hour hr h|day|week|month|year yr|cent|dollar usd buck|degree deg|percent|mph|euro|acre
+|minute min|hour hr h|day|week|month|year yr|cent|dollar usd buck|degree deg|percent|per|euro|acre
 |liter litre l|gallon gal|radian rad|unit|square sq|cubic cu|am|pm""".split("|"):
     UNITS |= dict.fromkeys(_spellings.split(), _spellings.split()[0])
+UNITS["mph"] = "hour mile per"
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 COUNTS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 
@@ -81,7 +82,7 @@ RENAMES = r"""
 \\[lr]?vert(?![a-z]) => |
 \\colon(?![a-z]) => :
 \*\* => ^
-\^\{(\d)\}\^\{(\d)\} => ^{\1\2}
+\^\{(-?\d*)\}\^\{(\d+)\} => ^{\1\2}
 \\(sin|cos|tan)\s*\^\s*\{?-1\}? => \\arc\1
 \^\s*\{?\s*\\circ\s*\}?\s*(?:[CFK](?![a-zA-Z]))? => \\degree
 \^\s*\{?\s*"?(?:th|st|nd|rd)"?\s*\}? =>
@@ -301,11 +302,12 @@ def read_structure(text: str) -> Value:
         if width == 2 and (condition := re.fullmatch(r"([A-Za-z])\s*(?:\\mid|\||:)(.*)", inside)):
             return read(condition[2].strip())
         parts, _ = split(inside, (",", ";"))
-        if width == 2 and text.endswith(r"\}"):
+        brackets = text[:width] + text[-width:]
+        if brackets == r"\{\}" or (brackets == "{}" and len(parts) > 1):
             return Value("set", None, tuple(map(read_structure, parts)))
-        if len(parts) > 1 and text[0] in "([" and text[-1] in ")]":
-            return Value("group", text[0] + text[-1], tuple(map(read_structure, parts)))
-        if text[0] + text[-1] in ("()", "[]", "{}"):
+        if len(parts) > 1 and brackets in ("()", "(]", "[)", "[]"):
+            return Value("group", brackets, tuple(map(read_structure, parts)))
+        if brackets in ("()", "[]", "{}"):
             return read_structure(inside)
         raise Unreadable
     if words := re.fullmatch(r'"([^"]*)"', text):
@@ -335,10 +337,10 @@ def strip_unit(text: str) -> tuple[str, str]:
     match = UNIT.fullmatch(text)
     if not match or (r"\degree" in match[2] and re.search("|".join(FUNCTIONS), match[1])):
         return text, ""
-    unit = match[2].replace("\\", " ")
+    unit = match[2].replace("\\", " ").replace("/", " per ")
     for power, word in ("2", " square "), ("3", " cubic "):
         unit = re.sub(rf"\^\s*\{{?{power}\}}?", word, unit)
-    words = [UNITS.get(w) or UNITS.get(w.rstrip("s"), w) for w in re.findall(r"[^\s\"./]+", unit)]
+    words = [UNITS.get(w) or UNITS.get(w.rstrip("s"), w) for w in re.findall(r"[^\s\".]+", unit)]
     return match[1], " ".join(sorted(words, key=lambda word: (word not in MAGNITUDES, word)))
 
 

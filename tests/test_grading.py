@@ -153,7 +153,7 @@ EQUAL = r"""
 \cot^2 t | \csc^2 t - 1 ; \sin 2t | 2\sin t\cos t ; |u| | \sqrt{u^2} ; \frac{u^2-9}{u-3} | u+3
 e^{-u} | \frac1{e^u}
 7\text{ kg} | 7 ; 7 km | 7 ; 7\text{ m}^2 | 7\text{ square meters} ; 7\text{ hrs} | 7\text{ hours}
-7 owls | 7
+7 owls | 7 ; 7 mph | 7\text{ miles per hour} ; 7\text{ km/h} | 7 kilometers per hour
 \$7.50 | 7.5 ; 7.5 dollars | \$7.50 ; 7¢ | 7\text{ cents} ; 70\% | 70 ; 70 percent | 70\%
 30^{\circ} | 30 ; 30° | 30^\circ
 n = 8 | 8 ; 8 | n=8 ; g(t)=3t | 3t ; \text{Volume} = 8 | 8 ; \angle PQR = 40^\circ | 40
@@ -184,7 +184,7 @@ t<1 \text{ or } t>4 | (4,\infty)\cup(-\infty,1) ; t\ne1 | (-\infty,1)\cup(1,\inf
 7:45\text{ a.m.} | 7:45 AM ; 07:45 | 7:45 ; 5:3 | 5 : 3 ; 2201_{3} | 2201_3 ; 2201 | 2201_3
 B7_{12} | \text{B7}_{12}
 −8 | -8 ; 5×7 | 35 ; ¾ | 0.75 ; 2¾ | 2.75 ; t³ | t^3 ; √5 | \sqrt5 ; ２４ | 24 ; t ≤ 4 | t\le 4
-3π | 3\pi ; 4\u200b | 4
+3π | 3\pi ; 10⁻² | 0.01 ; 4\u200b | 4
 5pi/6 | \frac{5\pi}{6} ; 2*sqrt(7) | 2\sqrt7 ; t**3 | t^3 ; exp(3t) | e^{3t} ; t^(1/2) | \sqrt t
 t>=4 | t \ge 4
 \text{The answer is } 6 | 6 ; \approx 6.3 | 6.3 ; \mathbf{6} | 6 ; \displaystyle 6 | 6
