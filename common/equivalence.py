@@ -1,0 +1,263 @@
+"""Are two MATH answers the same? Exactly: no tolerance, no factor of a hundred.
+
+`python -m common.equivalence` answers lines of JSON [answer, reference] with lines true or false:
+grading.py's worker, a process of its own, so that what a model writes can neither hang nor fill the
+one that trains. The conventions are the tests': tests/test_grading.py.
+"""
+
+import json
+import os
+import re
+import resource
+import sys
+import threading
+import time
+from functools import lru_cache
+from itertools import pairwise
+
+import sympy
+
+from common.answers import GREEK, UNITS, Unreadable, Value, clean, read, spell
+
+MEMORY_LIMIT = 1 << 30  # bytes of address space
+POINTS = ("0.7310585", "1.9134172", "-0.6180339", "2.2360679", "-1.4142135")
+DIGITS, TINY = 50, sympy.Float("1e-25")  # values at the points only say what cannot be equal
+LABEL = re.compile(  # x, x_1, f(x), (x,y), AB, \angle ABC, "area"
+    rf'(?:"[^"]*"|\\(?:angle|triangle|overline|{GREEK})|[A-Za-z](?:_\w|_\{{\w+\}})?|[{{}}\' ])*'
+    r"(?:\([A-Za-z0-9, ]*\))?"
+)
+
+
+def equal(answer: str, reference: str) -> bool:
+    """Whether `answer` says what `reference` says; what cannot be read equals only its spelling."""
+    answer, reference = clean(answer), clean(reference)
+    if not answer or not reference:
+        return False
+    spellings = spell(answer), spell(reference)
+    if '"' in answer + reference:
+        spellings = spellings[0].lower(), spellings[1].lower()
+    if spellings[0] == spellings[1]:
+        return True
+    # "1,234" is a number, unless the reference shows ("100, 234") that commas part a list.
+    thousands = not re.search(r"\d, \d{3}(?!\d)", reference)
+    try:
+        return same(read(answer, thousands), read(reference, thousands))
+    except Unreadable:
+        return False
+
+
+def same(a: Value, b: Value) -> bool:
+    kinds = {a.kind, b.kind}
+    if kinds & {"relation", "sets"} and same_sets(a, b):
+        return True
+    if kinds == {"relation"} and same_relations(a, b):
+        return True
+    if "relation" in kinds:
+        (label_a, a), (label_b, b) = split_label(a), split_label(b)
+        if "relation" in (a.kind, b.kind) or len({label_a, label_b} - {""}) == 2:
+            return False
+        return same(a, b)
+    if kinds & {"list", "set"}:
+        items, others = (v.parts if v.kind in ("list", "set") else (v,) for v in (a, b))
+        if "set" in kinds:
+            items, others = distinct(items), distinct(others)
+        return same_in_any_order(items, others)
+    known = set(f"{a.unit} {b.unit}".split()) <= set(UNITS.values())
+    if a.unit != b.unit and ({"am", "pm"} & {a.unit, b.unit} or (a.unit and b.unit and known)):
+        return False  # a unit may be left out, but not of a time
+    if len(kinds) == 2 and "choice" in kinds:  # (C) 12 is C and is 12
+        choice, other = (a, b) if a.kind == "choice" else (b, a)
+        return any(same(part, other) for part in choice.parts)
+    if kinds == {"base", "expression"}:  # the question says which base
+        base, other = (a, b) if a.kind == "base" else (b, a)
+        return base.data[0] == spell(other.text).lower()
+    if a.kind != b.kind:
+        return False
+    if a.kind == "expression":
+        return same_expressions(a.data, b.data)
+    if a.kind == "base":
+        return a.data == b.data or None is not base_value(*a.data) == base_value(*b.data)
+    if a.kind == "sets":
+        return a.data == b.data != r"\setminus" and same_in_any_order(a.parts, b.parts)
+    return a.data == b.data and len(a.parts) == len(b.parts) and all(map(same, a.parts, b.parts))
+
+
+def same_in_any_order(items: tuple, others: tuple) -> bool:
+    left = list(others)
+    for item in items:
+        match = next((i for i, other in enumerate(left) if same(item, other)), None)
+        if match is None:
+            return False
+        del left[match]
+    return not left
+
+
+def distinct(items: tuple) -> tuple:
+    kept: list[Value] = []
+    for item in items:
+        if not any(same(item, other) for other in kept):
+            kept.append(item)
+    return tuple(kept)
+
+
+def base_value(digits: str, base: int) -> int | None:
+    try:
+        return int(digits, base) if base else None
+    except ValueError:
+        return None
+
+
+# ---- relations and sets --------------------------------------------------------------------------
+
+
+def split_label(value: Value) -> tuple[str, Value]:
+    r"""("x", 5) for x = 5, 5 = x, x = 2 + 3 = 5 and x \in 5; ("", 5) for 5 and for 10/2 = 5."""
+    if value.kind != "relation" or set(value.data) - {"=", "in"}:
+        return "", value
+    first, *others = value.parts
+    if value.data == ("=",) and LABEL.fullmatch(others[0].text) and not LABEL.fullmatch(first.text):
+        return others[0].text, first
+    label = first.text if LABEL.fullmatch(first.text) else ""
+    if all(same(part, others[-1]) for part in (others if label else value.parts)):
+        return label, others[-1]
+    return "", value
+
+
+def same_relations(a: Value, b: Value) -> bool:
+    """The same signs between the same differences, up to a factor: 2x < 6 and 3 > x."""
+
+    def differences(value: Value) -> list:
+        found = []
+        for sign, (left, right) in zip(value.data, pairwise(value.parts), strict=True):
+            if sign == "in" or not left.kind == right.kind == "expression":
+                return []
+            if sign[0] == ">":
+                sign, left, right = sign.replace(">", "<"), right, left
+            found.append((sign, left.data - right.data))
+        return found
+
+    def proportional(one: tuple, other: tuple) -> bool:
+        if one[0] != other[0] or one[1].free_symbols != other[1].free_symbols or other[1] == 0:
+            return False
+        ratio = one[1] / other[1]
+        values = [value for i in range(3) if (value := probe(ratio, i)) is not None]
+        if not values or any(abs(value - values[0]) > TINY * abs(value) for value in values):
+            return False
+        ratio = sympy.simplify(ratio)
+        return bool(ratio.is_number and ratio and (one[0] in ("=", "!=") or ratio.is_positive))
+
+    one, other = differences(a), differences(b)
+    return 0 < len(one) == len(other) and all(
+        any(proportional(x, y) for y in ys) for xs, ys in ((one, other), (other, one)) for x in xs
+    )
+
+
+def same_sets(a: Value, b: Value) -> bool:
+    """Sets of real numbers, as intervals, unions or inequalities in one variable."""
+    try:
+        (name_a, set_a), (name_b, set_b) = real_set(a), real_set(b)
+        if "" not in (name_a, name_b) and name_a != name_b:
+            return False
+        return bool(set_a == set_b or set_a.symmetric_difference(set_b).is_empty)
+    except (Unreadable, TypeError, ValueError, NotImplementedError):
+        return False
+
+
+def real_set(value: Value) -> tuple:
+    """(variable or "", sympy set). Raises Unreadable for what is no set of real numbers."""
+    if value.kind == "group" and len(value.parts) == 2:
+        low, high = map(real_number, value.parts)
+        return "", sympy.Interval(low, high, value.data[0] == "(", value.data[1] == ")")
+    if value.kind == "set":
+        return "", sympy.FiniteSet(*map(real_number, value.parts))
+    if value.kind == "sets":
+        names, sets = zip(*map(real_set, value.parts), strict=True)
+        if len(set(names)) > 1:
+            raise Unreadable
+        join = {r"\cup": sympy.Union, r"\cap": sympy.Intersection, r"\setminus": sympy.Complement}
+        return names[0], join[value.data](*sets)
+    if value.kind != "relation" or "=" in value.data:
+        raise Unreadable
+    names, result = set(), sympy.S.Reals
+    for sign, (left, right) in zip(value.data, pairwise(value.parts), strict=True):
+        if sign == "in":
+            piece = real_set(right)[1]
+        else:
+            if right.kind == "expression" and right.data.is_Symbol:
+                left, right = right, left
+                sign = sign.translate(str.maketrans("<>", "><"))
+            bound = real_number(right)
+            piece = sympy.FiniteSet(bound).complement(sympy.S.Reals)
+            if sign[0] == "<":
+                piece = sympy.Interval(-sympy.oo, bound, True, sign == "<")
+            elif sign[0] == ">":
+                piece = sympy.Interval(bound, sympy.oo, sign == ">", True)
+        if left.kind != "expression" or not left.data.is_Symbol:
+            raise Unreadable
+        names.add(left.data.name)
+        result = result.intersect(piece)
+    if len(names) > 1:
+        raise Unreadable
+    return names.pop(), result
+
+
+def real_number(value: Value):
+    if value.kind != "expression" or not (value.data.is_number and value.data.is_extended_real):
+        raise Unreadable
+    return value.data
+
+
+# ---- expressions ---------------------------------------------------------------------------------
+
+
+def same_expressions(a, b) -> bool:
+    """Values at a few points tell expressions apart; only a proof makes them equal."""
+    if a == b:
+        return True
+    if (a.is_Rational and b.is_Rational) or a.is_infinite or b.is_infinite:
+        return False
+    symbols = frozenset(a.free_symbols | b.free_symbols)
+    for i in range(3 if symbols else 1):
+        one, other = probe(a, i, symbols), probe(b, i, symbols)
+        if None not in (one, other) and abs(one - other) > TINY * max(abs(one), abs(other)):
+            return False
+    difference = sympy.expand(a - b)
+    if difference != 0:
+        difference = sympy.simplify(difference)
+    return difference == 0 or bool(difference.is_number and difference.equals(0))
+
+
+@lru_cache(10_000)
+def probe(expression, point: int, symbols: frozenset | None = None):
+    """The value at one of POINTS, None where there is none."""
+    names = sorted(expression.free_symbols if symbols is None else symbols, key=str)
+    at = {
+        symbol: sympy.Float(POINTS[(point + i) % len(POINTS)], DIGITS) + i // len(POINTS)
+        for i, symbol in enumerate(names)
+    }
+    value = expression.xreplace(at).evalf(DIGITS)
+    return value if value.is_number and value.is_finite else None
+
+
+# ---- the worker ----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    parent = os.getppid()
+
+    def watch() -> None:  # stdin does not end while a fork of the parent holds a copy of its pipe
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints is no reply
+    replies.write("ready\n")
+    for line in sys.stdin:
+        replies.write(json.dumps(equal(*json.loads(line))) + "\n")
+
+
+if __name__ == "__main__":
+    main()
