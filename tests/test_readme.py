@@ -81,4 +81,4 @@ def test_line_budgets():
 
     assert count(f"{ROOT}/vineppo.py") <= 480
     assert count(f"{ROOT}/sft.py") <= 320
-    assert count(*glob.glob(f"{ROOT}/common/*.py")) <= 1200
+    assert count(*glob.glob(f"{ROOT}/common/*.py")) <= 2150
