@@ -120,6 +120,7 @@ def test_reach_and_spread():
     assert compare.spread([float("inf")] * 2) == "never"
 
 
+@pytest.mark.soak
 def test_gradients_point_the_same_way(sft_model):
     """256 episodes with exact values against the exact gradient of others: two roads, one
     direction. (Where V before a digit stands for V after it, or a position is off, they part.)"""
