@@ -120,11 +120,6 @@ class Args:
     """whiten the advantages over all response tokens of the iteration"""
 
     def check(self) -> None:
-        require(
-            self.critic_learning_rate > 0,
-            f"--critic-learning-rate {self.critic_learning_rate}: must be above 0",
-        )
-        require(self.clip_coef_value > 0, f"--clip-coef-value {self.clip_coef_value}: above 0")
         for name in ("gamma", "gae_lambda"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"--{name.replace('_', '-')} {value}: must be between 0 and 1")

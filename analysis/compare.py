@@ -28,8 +28,10 @@ from concurrent.futures import ThreadPoolExecutor
 import matplotlib
 import torch
 import tyro
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from analysis.curves import read_metrics
 from analysis.demo import SFT, make_launcher, make_sft
 from common import UsageError, data, require
 
@@ -39,24 +41,29 @@ from matplotlib import pyplot as plt
 GRID = [3e-5, 6e-5, 1.2e-4, 2.4e-4]
 EVALUATION = ["--eval-problems", "250", "--eval-rounds", "4", "--keep-checkpoints", "1000"]
 # Each script's own steps between evaluations; a checkpoint with each, for the KL.
-METHODS = {
-    "vineppo": ["--eval-every", "2", "--save-every", "2"],
-    "grpo": ["--eval-every", "2", "--save-every", "2"],
-    "rloo": ["--eval-every", "2", "--save-every", "2"],
-    "ppo": ["--eval-every", "2", "--save-every", "2"],
-    "restem": [],
-    "dpo_pos": ["--eval-every", "12", "--save-every", "12"],
+ONLINE = ["--eval-every", "2", "--save-every", "2"]
+METHODS = dict.fromkeys(("vineppo", "grpo", "rloo", "ppo"), ONLINE)
+METHODS |= {"restem": [], "dpo_pos": ["--eval-every", "12", "--save-every", "12"]}
+STYLES = {
+    "vineppo": ("VinePPO", "#d55e00"),
+    "grpo": ("GRPO", "#0072b2"),
+    "rloo": ("RLOO", "#009e73"),
+    "ppo": ("PPO", "#cc79a7"),
+    "restem": ("RestEM", "#e69f00"),
+    "dpo_pos": ("DPO-Positive", "#777777"),
 }
-NAMES = dict(vineppo="VinePPO", grpo="GRPO", rloo="RLOO", ppo="PPO", restem="RestEM")
-NAMES |= {"dpo_pos": "DPO-Positive"}
-COLOURS = dict(vineppo="#d55e00", grpo="#0072b2", rloo="#009e73", ppo="#cc79a7", restem="#e69f00")
-COLOURS |= {"dpo_pos": "#777777"}
+NAMES = {method: name for method, (name, _) in STYLES.items()}
+COLOURS = {method: colour for method, (_, colour) in STYLES.items()}
 EPISODES = 64  # of an iteration of the policy-gradient scripts
 START, END = "<!-- compare -->", "<!-- end of compare -->"
 Runs = dict[tuple[str, float, int], str]  # (method, learning rate, seed) -> folder
 
 
 # ---- running -------------------------------------------------------------------------------------
+
+
+def threads_of_a_run(jobs: int) -> int:
+    return max(1, (os.cpu_count() or 1) // jobs)
 
 
 def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
@@ -72,8 +79,7 @@ def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
     def call(item: tuple[str, list[str]]) -> None:
         log, command = item
         slot = slots.get()
-        threads = max(1, (os.cpu_count() or 1) // jobs)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads_of_a_run(jobs))}
         if devices:
             environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
         bar.set_postfix_str(os.path.basename(log).removesuffix(".log"))
@@ -155,14 +161,12 @@ def read_curve(path: str, start: float) -> list[dict[str, float]]:
     episodes = args["num_prompts"] * args["group_size"]
     points = [{"iteration": 0.0, "steps": 0, "seconds": 0.0, "tokens": 0, "pass@1": start}]
     total = dict(points[0])
-    with open(f"{path}/metrics.jsonl") as file:
-        lines = [json.loads(line) for line in file]
-    for line in lines:
+    for line in read_metrics(path):
         if "rollout/reward" in line:
             total["iteration"] += episodes / EPISODES
             points[-1].setdefault("reward", line["rollout/reward"])
         total["steps"] += {"restem": line.get("walk/updates", 0), "dpo_pos": 1}.get(
-            method, args.get("update_epochs", 1) * episodes // args["minibatch_size"]
+            method, args["update_epochs"] * episodes // args["minibatch_size"]
         )
         apart = ("time/save",) if method == "restem" else ("time/save", "time/evaluate")
         total["seconds"] += line["time/iteration"] - sum(line.get(name, 0) for name in apart)
@@ -187,8 +191,8 @@ def reach(curve: list[dict[str, float]], target: float, axis: str) -> float:
 
 
 @torch.no_grad()
-def measure_kl(path: str, curve: list[dict[str, float]], temperature: float = 0.6) -> None:
-    """Adds KL(policy, SFT checkpoint) to the points of a curve: exact at each token of the
+def measure_kl(curves: dict[str, list[dict[str, float]]], temperature: float = 0.6) -> None:
+    """Adds KL(policy, SFT checkpoint) to the points of {run: curve}: exact at each token of the
     demonstrations for 100 validation problems, summed over tokens, mean over problems."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -196,18 +200,22 @@ def measure_kl(path: str, curve: list[dict[str, float]], temperature: float = 0.
     tokenizer = AutoTokenizer.from_pretrained(f"{SFT}/hf")
     problems = data.load_problems("chain", "validation")[:100]
     encoded = data.encode_solutions(problems, tokenizer, 128)
+    input_ids = pad_sequence([torch.tensor(p + r) for p, r in encoded], batch_first=True)
+    position = torch.arange(input_ids.shape[1])
+    first = torch.tensor([len(p) - 1 for p, _ in encoded])[:, None]  # predicts the first token
+    last = torch.tensor([len(p) + len(r) - 2 for p, r in encoded])[:, None]
+    mask = (first <= position) & (position <= last)  # (b, L)
 
-    def logprobs_of(model: str) -> list[torch.Tensor]:
+    def logprobs_of(model: str) -> torch.Tensor:
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        logits = [policy(torch.tensor([p + r])).logits[0, len(p) - 1 : -1] for p, r in encoded]
-        return [torch.log_softmax(x / temperature, dim=-1) for x in logits]  # (T, V) each
+        return torch.log_softmax(policy(input_ids).logits[mask] / temperature, dim=-1)  # (N, V)
 
     reference = logprobs_of(f"{SFT}/hf")
-    curve[0]["kl"] = 0.0
-    for point in curve[1:]:
-        policy = logprobs_of(f"{path}/checkpoints/iteration_{point['done']:06d}/hf")
-        kls = [(p.exp() * (p - q)).sum().item() for p, q in zip(policy, reference, strict=True)]
-        point["kl"] = statistics.mean(kls)
+    for path, curve in curves.items():
+        curve[0]["kl"] = 0.0
+        for point in curve[1:]:
+            policy = logprobs_of(f"{path}/checkpoints/iteration_{point['done']:06d}/hf")
+            point["kl"] = (policy.exp() * (policy - reference)).sum().item() / len(encoded)
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -325,8 +333,8 @@ def write_results(
         pairs = zip(to_06["vineppo"], theirs, strict=True)
         ratios = [f"{a / b:.2f}" if b < float("inf") else "never" for a, b in pairs]
         paired.append([NAMES[method], *ratios])
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    each = "a GPU" if torch.cuda.is_available() else f"{threads} of {os.cpu_count()} cores"
+    cores = f"{threads_of_a_run(jobs)} of {os.cpu_count()} cores"
+    each = "a GPU" if torch.cuda.is_available() else cores
     text = f"""{START}
 Written by `python -m analysis.compare` (`make compare`), {time.strftime("%Y-%m-%d")}. Machine:
 {describe_machine()}; {jobs} runs at a time, {each} for each.
@@ -404,9 +412,7 @@ def main(
     (start,) = evaluate([SFT], "validation", options, jobs, bar)
     curves = {m: [read_curve(path, start) for path in paths[m]] for m in methods}
     bar.set_postfix_str("KL")
-    for m in methods:
-        for path, curve in zip(paths[m], curves[m], strict=True):
-            measure_kl(path, curve)
+    measure_kl({path: c for m in methods for path, c in zip(paths[m], curves[m], strict=True)})
     bar.close()
     write_results(output, curves, scores, best, test, sft, seeds, jobs)
     draw(curves, scores, f"{output}/results.png")

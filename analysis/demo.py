@@ -51,16 +51,8 @@ def main(seed: int = 1, script: str = "vineppo.py") -> None:
     make_sft(torchrun)
     before = evaluate(f"{SFT}/hf", f"{folder}/before.json")
     start = time.time()
-    call(
-        torchrun,
-        script,
-        "--seed",
-        str(seed),
-        "--model",
-        f"{SFT}/hf",
-        "--output-dir",
-        f"{folder}/train",
-    )
+    train = ["--seed", str(seed), "--model", f"{SFT}/hf", "--output-dir", f"{folder}/train"]
+    call(torchrun, script, *train)
     seconds = time.time() - start
     after = evaluate(f"{folder}/train/hf", f"{folder}/after.json")
     with open(f"{folder}/train/metrics.jsonl") as file:

@@ -77,7 +77,8 @@ def check_args(args) -> None:
     check_at_least_1(args, *(name for name in names if hasattr(args, name)))
     check_sampling(args, "temperature", "eval_temperature")
     require(args.eval_every >= 0, f"--eval-every {args.eval_every}: must be 0 (never) or more")
-    for name in ("learning_rate", "max_grad_norm", "clip_coef"):
+    positive = ("learning_rate", "max_grad_norm", "clip_coef", "clip_coef_value")
+    for name in (*positive, "critic_learning_rate"):
         value = getattr(args, name, 1)
         require(value > 0, f"--{name.replace('_', '-')} {value}: must be above 0")
     require(getattr(args, "kl_coef", 0) >= 0, f"--kl-coef {getattr(args, 'kl_coef', 0)}: below 0")
@@ -156,9 +157,7 @@ def plan_passes(rows, lengths: list[int], max_tokens: int) -> list[tuple[list[in
     """This rank's micro-batches of `rows`, each with weight 1.0, then as many with weight 0.0 as it
     takes for every rank to make the same number of passes: collectives wait for all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    by_length = sorted(
-        rows, key=lengths.__getitem__
-    )  # dealt out in turn, so that ranks do like work
+    by_length = sorted(rows, key=lengths.__getitem__)  # dealt out in turn: ranks do like work
     cuts = [
         make_micro_batches(by_length[r::world_size], lengths, max_tokens) for r in range(world_size)
     ]

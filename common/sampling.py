@@ -29,9 +29,7 @@ class Sample(NamedTuple):
 class Sampler:
     def __init__(self, model: str, dtype: str, max_model_len: int, gpu_memory_utilization: float):
         """`model`: a checkpoint folder; it must be loaded on every rank at the same time."""
-        from vllm import (
-            LLM,
-        )  # here, because it takes seconds and a mistyped flag should not wait for it
+        from vllm import LLM  # it takes seconds, for which a mistyped flag should not wait
 
         self.on_gpu = torch.cuda.is_available()
         self.llm = LLM(

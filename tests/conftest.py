@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -29,6 +30,16 @@ def call(*arguments: str, ranks: int = 1, fails: bool = False) -> subprocess.Com
     )
     assert (result.returncode != 0) == fails, result.stdout[-3000:] + result.stderr[-6000:]
     return result
+
+
+def copy_of_the_project(folder):
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, files.stdout.split("\0")):
+        os.makedirs(os.path.dirname(folder / name), exist_ok=True)
+        shutil.copy(f"{ROOT}/{name}", folder / name)
+    return folder
 
 
 def read_jsonl(path) -> list[dict]:

@@ -3,16 +3,15 @@
 import json
 import os
 import random
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
-from analysis import compare
+from analysis import compare, gradient
 from analysis.exact import OPS, exact_values, read_digits, read_prompt
 from common import UsageError, data, steps
-from tests.conftest import call
 
 
 @pytest.fixture(scope="module")
@@ -120,21 +119,28 @@ def test_reach_and_spread():
     assert compare.spread([float("inf")] * 2) == "never"
 
 
-@pytest.mark.soak
-def test_gradients_point_the_same_way(sft_model):
-    """256 episodes with exact values against the exact gradient of others: two roads, one
-    direction. (Where V before a digit stands for V after it, or a position is off, they part.)"""
-    sizes = ["--batches", "2", "--num-prompts", "32", "--exact-episodes", "2048", "--ks", "1"]
-    result = call("-m", "analysis.gradient", "--model", sft_model, *sizes)
-    value, reward = map(
-        float,
-        result.stdout.split("mean exact V(prompt) ")[1].split("\n")[0].split(", mean reward "),
-    )
-    assert reward > 0.02 and abs(value - reward) < 4 * (reward / 2048) ** 0.5
-    assert float(result.stdout.split("cosine of its two halves ")[1].split()[0]) > 0.5
-    cosines = dict(re.findall(r"^(\w.*?)  +(-?[\d.]+) \+- ", result.stdout, re.MULTILINE))
-    assert float(cosines["VinePPO, exact values"]) > 0.3
-    assert {"constant baseline", "GRPO", "RLOO", "VinePPO, K = 1"} < cosines.keys()
+def test_results_are_read_at_the_equals_signs():
+    """On demonstrations: each probability is that of the token behind an `=`, which is the digit in
+    which the next step starts."""
+    tokenizer = data.make_chain_tokenizer()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(data.make_chain_model_config(tokenizer)).eval()
+    episodes = []
+    for problem in data.load_problems("chain", "sft")[:3]:
+        prompt_ids, ids = tokenizer([problem.prompt, problem.solution]).input_ids
+        ends, _ = steps.split_steps(ids, tokenizer, "line")
+        digits = read_digits(problem.prompt, steps.step_texts(ids, ends, tokenizer))
+        episodes.append(gradient.Episode(problem, prompt_ids, ids, 0.0, ends, digits))
+    ((lines, results),) = gradient.result_probabilities(model, tokenizer, episodes, 0.6)
+    assert len(lines) == 3 * 8 and results.shape == (24, 10)
+    for (episode, line), result in zip(lines, results, strict=True):
+        sequence = torch.tensor([episode.prompt_ids + episode.ids])
+        tokens = tokenizer.convert_ids_to_tokens(sequence[0].tolist())
+        place = [i for i, token in enumerate(tokens) if token == "="][line + 1]  # one in the prompt
+        assert tokens[place + 1] == str(episode.digits[line + 1])
+        logits = model(sequence).logits[0, place] / 0.6
+        ids = tokenizer.convert_tokens_to_ids(list("0123456789"))
+        torch.testing.assert_close(result, torch.softmax(logits, dim=-1)[ids])
 
 
 def test_results_keep_what_is_written_around_them(tmp_path):

@@ -3,18 +3,14 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
-from tests.conftest import ROOT, read_jsonl
+from tests.conftest import ROOT, copy_of_the_project, read_jsonl
 
 
 def test_the_page_works(sft_model, tmp_path):
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    for name in filter(None, files.stdout.split("\0")):
-        os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
-        shutil.copy(f"{ROOT}/{name}", tmp_path / name)
+    copy_of_the_project(tmp_path)
     os.makedirs(tmp_path / "runs/sft")
     os.symlink(sft_model, tmp_path / "runs/sft/hf")
 
