@@ -51,9 +51,9 @@ class Args:
     model: str = "runs/sft/hf"
     """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
     task: str = "chain"
-    """chain (embedded), gsm8k or jsonl (your own)"""
+    """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
-    """folder of JSONL files, for every task but chain"""
+    """folder of JSONL files; without one gsm8k and math come from the hub"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
     zero_stage: Literal[0, 2] = 0
@@ -189,6 +189,7 @@ def main(args: Args) -> None:
     require(args.penalty >= 0, f"--penalty {args.penalty}: must be 0 (plain DPO) or more")
     run.check_at_least_1(args, "max_pairs")
     problems = data.load_problems(args.task, "train", args.data_dir)
+    task = data.TASKS[args.task]
     eval_problems = (
         data.load_problems(args.task, "validation", args.data_dir) if args.eval_every else []
     )
@@ -262,7 +263,8 @@ def main(args: Args) -> None:
 
     # ==== 6.3 rewards and pairs (N, 2): rows of a right and of a wrong response to one prompt =====
     logger.phase("grade")
-    b_rewards = grading.grade_all(tokenizer, b_response_ids, finished, b_answer)
+    mine = [run.share(items) for items in (b_response_ids, finished, b_answer)]
+    b_rewards = run.gather(grading.grade_all(tokenizer, *mine, task.grading_rule))
     pairs: list[tuple[int, int]] = []
     for first in range(0, len(b_rewards), args.group_size):
         rewards = b_rewards[first : first + args.group_size]
@@ -339,6 +341,7 @@ def main(args: Args) -> None:
                 sampler,
                 eval_prompts,
                 [problem.answer for problem in eval_problems],
+                rule=task.grading_rule,
                 rounds=args.eval_rounds,
                 temperature=args.eval_temperature,
                 top_p=args.top_p,

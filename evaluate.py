@@ -28,9 +28,9 @@ class Args:
     model: str
     """a checkpoint folder that transformers can load, or a name on the hub"""
     task: str = "chain"
-    """chain (embedded), gsm8k or jsonl (your own)"""
+    """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
-    """folder of JSONL files, for every task but chain"""
+    """folder of JSONL files; without one gsm8k and math come from the hub"""
     split: Literal["train", "validation", "test"] = "test"
     num_problems: int = 0
     """the first ones of the split; 0: all"""
@@ -89,6 +89,7 @@ def main(args: Args) -> None:
         sampler,
         prompts,
         [problem.answer for problem in problems],
+        rule=data.TASKS[args.task].grading_rule,
         rounds=args.rounds,
         temperature=args.temperature,
         top_p=args.top_p,

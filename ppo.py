@@ -49,9 +49,9 @@ class Args:
     model: str = "runs/sft/hf"
     """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
     task: str = "chain"
-    """chain (embedded), gsm8k or jsonl (your own)"""
+    """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
-    """folder of JSONL files, for every task but chain"""
+    """folder of JSONL files; without one gsm8k and math come from the hub"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
     zero_stage: Literal[0, 2] = 0
@@ -273,6 +273,7 @@ def main(args: Args) -> None:
     run.check_batch(args, num_responses)
     args.check()
     problems = data.load_problems(args.task, "train", args.data_dir)
+    task = data.TASKS[args.task]
     eval_problems = (
         data.load_problems(args.task, "validation", args.data_dir) if args.eval_every else []
     )
@@ -364,7 +365,9 @@ def main(args: Args) -> None:
 
         # ==== 6.3 rewards (B,): 1 for a right answer; a response that was cut off never has one ===
         logger.phase("grade")
-        b_rewards = torch.tensor(grading.grade_all(tokenizer, b_response_ids, finished, b_answer))
+        mine = [run.share(items) for items in (b_response_ids, finished, b_answer)]
+        rewards = grading.grade_all(tokenizer, *mine, task.grading_rule)
+        b_rewards = torch.tensor(run.gather(rewards))
         metrics["rollout/reward"] = b_rewards.mean().item()
 
         # ==== 6.4 old and reference log-probs (B, T): a rank computes some rows, the sum has all ==
@@ -409,8 +412,8 @@ def main(args: Args) -> None:
         )
         returns = (advantages + values) * response_mask  # before whitening
         b_advantages = whiten(advantages, response_mask) if args.norm_adv else advantages
-        rule = data.TASKS[args.task].step_rule  # the steps are for the eye: values at their starts
-        step_ends = [steps.split_steps(ids, tokenizer, rule)[0] for ids in b_response_ids]
+        # the steps are for the eye: values at their starts
+        step_ends = [steps.split_steps(ids, tokenizer, task.step_rule)[0] for ids in b_response_ids]
         step_values = [
             [values[row, start].item() for start in [0, *ends[:-1]]]
             for row, ends in enumerate(step_ends)
@@ -497,6 +500,7 @@ def main(args: Args) -> None:
                 sampler,
                 eval_prompts,
                 [problem.answer for problem in eval_problems],
+                rule=task.grading_rule,
                 rounds=args.eval_rounds,
                 temperature=args.eval_temperature,
                 top_p=args.top_p,

@@ -46,9 +46,9 @@ class Args:
     model: str = "runs/sft/hf"
     """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
     task: str = "chain"
-    """chain (embedded), gsm8k or jsonl (your own)"""
+    """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
-    """folder of JSONL files, for every task but chain"""
+    """folder of JSONL files; without one gsm8k and math come from the hub"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
     zero_stage: Literal[0, 2] = 0
@@ -220,6 +220,7 @@ def main(args: Args) -> None:
     run.check_batch(args, num_responses)
     args.check()
     problems = data.load_problems(args.task, "train", args.data_dir)
+    task = data.TASKS[args.task]
     eval_problems = (
         data.load_problems(args.task, "validation", args.data_dir) if args.eval_every else []
     )
@@ -297,7 +298,9 @@ def main(args: Args) -> None:
 
         # ==== 6.3 rewards (B,): 1 for a right answer; a response that was cut off never has one ===
         logger.phase("grade")
-        b_rewards = torch.tensor(grading.grade_all(tokenizer, b_response_ids, finished, b_answer))
+        mine = [run.share(items) for items in (b_response_ids, finished, b_answer)]
+        rewards = grading.grade_all(tokenizer, *mine, task.grading_rule)
+        b_rewards = torch.tensor(run.gather(rewards))
         metrics["rollout/reward"] = b_rewards.mean().item()
 
         # ==== 6.4 old and reference log-probs (B, T): a rank computes some rows, the sum has all ==
@@ -392,6 +395,7 @@ def main(args: Args) -> None:
                 sampler,
                 eval_prompts,
                 [problem.answer for problem in eval_problems],
+                rule=task.grading_rule,
                 rounds=args.eval_rounds,
                 temperature=args.eval_temperature,
                 top_p=args.top_p,

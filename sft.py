@@ -42,9 +42,9 @@ class Args:
     model: str = "embedded"
     """embedded (a new model for the task chain), a checkpoint folder, or a name on the hub"""
     task: str = "chain"
-    """chain (embedded), gsm8k or jsonl (your own)"""
+    """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
-    """folder of JSONL files, for every task but chain"""
+    """folder of JSONL files; without one gsm8k and math come from the hub"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
     zero_stage: Literal[0, 2] = 0

@@ -48,9 +48,9 @@ class Args:
     model: str = "runs/sft/hf"
     """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
     task: str = "chain"
-    """chain (embedded), gsm8k or jsonl (your own)"""
+    """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
-    """folder of JSONL files, for every task but chain"""
+    """folder of JSONL files; without one gsm8k and math come from the hub"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
     zero_stage: Literal[0, 2] = 0
@@ -231,6 +231,7 @@ def main(args: Args) -> None:
     run.check_batch(args, num_responses)
     args.check()
     problems = data.load_problems(args.task, "train", args.data_dir)
+    task = data.TASKS[args.task]
     eval_problems = (
         data.load_problems(args.task, "validation", args.data_dir) if args.eval_every else []
     )
@@ -308,7 +309,9 @@ def main(args: Args) -> None:
 
         # ==== 6.3 rewards (B,): 1 for a right answer; a response that was cut off never has one ===
         logger.phase("grade")
-        b_rewards = torch.tensor(grading.grade_all(tokenizer, b_response_ids, finished, b_answer))
+        mine = [run.share(items) for items in (b_response_ids, finished, b_answer)]
+        rewards = grading.grade_all(tokenizer, *mine, task.grading_rule)
+        b_rewards = torch.tensor(run.gather(rewards))
         metrics["rollout/reward"] = b_rewards.mean().item()
 
         # ==== 6.4 old and reference log-probs (B, T): a rank computes some rows, the sum has all ==
@@ -342,9 +345,8 @@ def main(args: Args) -> None:
 
         # ==== 6.5 advantages: K rollouts from the prompt and from each state between two steps ====
         logger.phase("split")
-        rule = data.TASKS[args.task].step_rule
         mine = run.share(b_response_ids)
-        split = run.gather([steps.split_steps(ids, tokenizer, rule) for ids in mine])
+        split = run.gather([steps.split_steps(ids, tokenizer, task.step_rule) for ids in mine])
         cap = args.max_steps_valued or max(lengths)
         step_ends = [ends[:-1][: cap - 1] + ends[-1:] for ends, _ in split]  # (B, S), ragged
         # Equal prefixes of a prompt are one state. They stand in order along the responses, so that
@@ -377,7 +379,8 @@ def main(args: Args) -> None:
         for (row, _), prefix, rollouts in zip(my_states, my_prefixes, groups, strict=True):
             ids = [prefix + rollout.ids for rollout in rollouts]
             ended = [rollout.finished for rollout in rollouts]
-            rewards = grading.grade_all(tokenizer, ids, ended, [b_answer[row]] * args.k)
+            answers = [b_answer[row]] * args.k
+            rewards = grading.grade_all(tokenizer, ids, ended, answers, task.grading_rule)
             my_values.append((sum(rewards) / args.k, sum(len(r.ids) for r in rollouts)))
         values = dict(zip(states, run.gather(my_values), strict=True))
 
@@ -450,6 +453,7 @@ def main(args: Args) -> None:
                 sampler,
                 eval_prompts,
                 [problem.answer for problem in eval_problems],
+                rule=task.grading_rule,
                 rounds=args.eval_rounds,
                 temperature=args.eval_temperature,
                 top_p=args.top_p,

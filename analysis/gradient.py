@@ -48,7 +48,7 @@ def sample_episodes(sampler, tokenizer, problems, group_size, temperature, seed)
     episodes = []
     for problem, prompt_ids, group in zip(problems, prompts, groups, strict=True):
         ids, finished = [s.ids for s in group], [s.finished for s in group]
-        rewards = grading.grade_all(tokenizer, ids, finished, [problem.answer] * group_size)
+        rewards = grading.grade_all(tokenizer, ids, finished, [problem.answer] * group_size, "####")
         for response, reward in zip(ids, rewards, strict=True):
             ends, _ = steps.split_steps(response, tokenizer, "line")
             texts = steps.step_texts(response, ends, tokenizer)
@@ -158,6 +158,7 @@ def main(
             [prefix + rollout.ids for rollout in group],
             [rollout.finished for rollout in group],
             [e.problem.answer] * max(ks),
+            "####",
         )
         for (e, _), prefix, group in zip(starts, prefixes, groups, strict=True)
     ]

@@ -1,7 +1,10 @@
 """Tasks: where problems come from, how they are graded and where their reasoning steps end.
 
 `chain`  the embedded task: generated, seeded, needs no download (see `make_chain_problems`)
-`gsm8k`  grade-school mathematics: a folder with train.jsonl and test.jsonl (--data-dir)
+`gsm8k`  grade-school mathematics: from the hub, or a folder with train.jsonl and test.jsonl whose
+         lines have "question" and "answer" (the solution, with the number behind "####")
+`math`   competition mathematics, tested on MATH-500: from the hub, or such a folder whose lines
+         have "problem" and "solution" (the answer in its last box), "answer" where it is known
 `jsonl`  your own: a folder with <split>.jsonl, each line an object with "prompt" and "answer" (what
          the number after "####" must be), and "solution" where sft.py is to learn from it
 """
@@ -14,7 +17,7 @@ import re
 from typing import NamedTuple
 
 from common import UsageError, require
-from common.grading import is_gradable
+from common.grading import RULES, extract_boxed
 
 
 class Problem(NamedTuple):
@@ -25,15 +28,16 @@ class Problem(NamedTuple):
 
 class Task(NamedTuple):
     step_rule: str  # a key of steps.RULES
-    splits: tuple[str, ...]
-    needs_data_dir: bool
+    grading_rule: str  # a key of grading.RULES
 
 
 TASKS = {
-    "chain": Task("line", ("sft", "train", "validation", "test"), False),
-    "gsm8k": Task("gsm8k", ("sft", "train", "validation", "test"), True),
-    "jsonl": Task("line", ("sft", "train", "validation", "test"), True),
+    "chain": Task("line", "####"),
+    "gsm8k": Task("gsm8k", "####"),
+    "math": Task("math", "boxed"),
+    "jsonl": Task("line", "####"),
 }
+SPLITS = ("sft", "train", "validation", "test")  # sft.py learns from "sft", the others from "train"
 
 # ---- the embedded task ---------------------------------------------------------------------------
 
@@ -142,10 +146,26 @@ def make_chain_model_config(tokenizer):
     )
 
 
-# ---- files ---------------------------------------------------------------------------------------
+# ---- GSM8K, MATH and files -----------------------------------------------------------------------
 
-GSM8K_PROMPT = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # as the official configs write it
-GSM8K_VALIDATION = 373
+PROMPT = "[MATH_TASK] Problem:\n{problem}\n\nSolution:"  # as the official configs write it
+SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra")
+SUBJECTS += ("number_theory", "prealgebra", "precalculus")
+HUB = {  # the (dataset, config, split)s that make up a file
+    "gsm8k": {
+        "train": [("openai/gsm8k", "main", "train")],
+        "test": [("openai/gsm8k", "main", "test")],
+    },
+    "math": {
+        "train": [
+            ("EleutherAI/hendrycks_math", subject, split)
+            for subject in SUBJECTS
+            for split in ("train", "test")
+        ],
+        "test": [("HuggingFaceH4/MATH-500", "default", "test")],
+    },
+}
+FIELDS = {"gsm8k": ("question", "answer"), "math": ("problem", "solution")}
 
 
 def load_problems(task: str, split: str, data_dir: str = "") -> list[Problem]:
@@ -153,62 +173,105 @@ def load_problems(task: str, split: str, data_dir: str = "") -> list[Problem]:
 
     Raises UsageError, naming the flag or the file and line, for anything that cannot be used.
     """
-    if task not in TASKS:
-        raise UsageError(f"--task {task}: no such task; there are {', '.join(TASKS)}")
-    if split not in TASKS[task].splits:
-        raise UsageError(
-            f"--split {split}: no such split; there are {', '.join(TASKS[task].splits)}"
-        )
-    if TASKS[task].needs_data_dir and not data_dir:
-        raise UsageError(f"--task {task} reads a folder of JSONL files: name it with --data-dir")
-    if data_dir and not os.path.isdir(data_dir):
-        raise UsageError(f"--data-dir {data_dir}: no such folder")
+    require(task in TASKS, f"--task {task}: no such task; there are {', '.join(TASKS)}")
+    require(split in SPLITS, f"--split {split}: no such split; there are {', '.join(SPLITS)}")
+    require(not data_dir or os.path.isdir(data_dir), f"--data-dir {data_dir}: no such folder")
     if task == "chain":
         return make_chain_problems(split)
-    if task == "gsm8k":
-        return load_gsm8k(data_dir, split)
+    if task in HUB:
+        return load_mathematics(task, split, data_dir)
+    require(data_dir, f"--task {task} reads a folder of JSONL files: name it with --data-dir")
     # One file serves sft.py and the RL scripts: sft.jsonl where there is one, else train.jsonl.
     has_sft_file = os.path.exists(os.path.join(data_dir, "sft.jsonl"))
     file = "train" if split == "sft" and not has_sft_file else split
     rows = read_jsonl(os.path.join(data_dir, f"{file}.jsonl"), ("prompt", "answer"))
     for row in rows:
-        check_answer(row["answer"], row["where"])
+        check_answer(task, row["answer"], row["where"])
     return [Problem(row["prompt"], row["answer"], row.get("solution")) for row in rows]
 
 
-def check_answer(answer: str, where: str) -> None:
+def check_answer(task: str, answer: str, where: str) -> None:
     require(
-        is_gradable(answer),
+        RULES[TASKS[task].grading_rule].is_gradable(answer),
         f"{where}: the answer {answer!r:.60} is no number, so no response could be right",
     )
 
 
-def load_gsm8k(data_dir: str, split: str) -> list[Problem]:
-    """7,100 / 373 / 1,319 problems. Validation is the 373 training problems whose prompt has the
-    smallest SHA-256: the same ones whatever the order of the rows. (The paper's own choice is not
-    known.)"""
-    path = os.path.join(data_dir, "test.jsonl" if split == "test" else "train.jsonl")
-    problems = []
-    for row in read_jsonl(path, ("question", "answer")):
-        # "48/2 = <<48/2=24>>24": a model should not learn to write the calculator's notes.
-        solution = re.sub(r"<<.*?>>", "", row["answer"], flags=re.DOTALL)
-        _, marker, answer = solution.rpartition("####")
-        require(marker, f"{row['where']}: the answer has no '####' before its number")
-        check_answer(answer, row["where"])
-        prompt = GSM8K_PROMPT.format(question=row["question"].strip())
-        problems.append(Problem(prompt, answer.strip(), f"\n{solution}\n"))
-    if split == "test":
-        return problems
+def load_mathematics(task: str, split: str, data_dir: str) -> list[Problem]:
+    """GSM8K: 7,100 / 373 / 1,319 problems; MATH: 11,498 / 500 / 500 (11,500 less two whose box is
+    empty), in the order of their fingerprints, which is the same wherever the rows come from.
+
+    Which problems are for validation, and which of the 12,500 of MATH are MATH-500, stands in
+    splits.json as fingerprints. (The paper's choice for validation is not known; ours are the
+    smallest fingerprints.)
+    """
+    file = "test" if split == "test" else "train"
+    path = os.path.join(data_dir, f"{file}.jsonl")
+    rows = read_jsonl(path, FIELDS[task]) if data_dir else read_hub(task, file)
+    parse = {"gsm8k": parse_gsm8k, "math": parse_math}[task]
+    problems = sorted(
+        (fingerprint(row[FIELDS[task][0]]), *parse(row), row["where"]) for row in rows
+    )
+    with open(os.path.join(os.path.dirname(__file__), "splits.json")) as stream:
+        fingerprints = {name: set(hashes) for name, hashes in json.load(stream)[task].items()}
+    splits: dict[str, list] = {"train": [], "validation": [], "test": [], "unusable": []}
+    for key, prompt, answer, solution, where in problems:
+        held_out = next((name for name in fingerprints if key in fingerprints[name]), "train")
+        name = ("test" if file == "test" else held_out) if answer else "unusable"
+        splits[name].append(Problem(prompt, answer, solution) if answer else where)
+    missing = len(fingerprints["validation"]) - len(splits["validation"])
     require(
-        len(problems) > GSM8K_VALIDATION,
-        f"{path}: {len(problems)} problems, of which {GSM8K_VALIDATION} would be for validation",
+        split != "validation" or not missing,
+        f"{data_dir or 'the hub'}: {missing} of the {len(fingerprints['validation'])} validation "
+        f"problems of {task} are not in its training set (--eval-every 0 does without)",
     )
-    problems.sort(
-        key=lambda problem: hashlib.sha256(" ".join(problem.prompt.split()).encode()).digest()
+    if os.environ.get("RANK", "0") == "0":
+        counts = ", ".join(f"{len(found)} {name}" for name, found in splits.items() if found)
+        examples = ": no answer in " + ", ".join(splits["unusable"][:3])
+        print(f"{task}, {len(rows)} rows: {counts}{examples if splits['unusable'] else ''}")
+    return splits["train" if split == "sft" else split]
+
+
+def fingerprint(text: str) -> str:
+    """16 hexadecimal digits that spaces, line ends and their number do not change."""
+    return hashlib.sha256("".join(text.split()).encode()).hexdigest()[:16]
+
+
+def parse_gsm8k(row: dict) -> Problem:
+    # "48/2 = <<48/2=24>>24": a model should not learn to write the calculator's notes.
+    solution = re.sub(r"<<.*?>>", "", row["answer"], flags=re.DOTALL)
+    _, marker, answer = solution.rpartition("####")
+    require(marker, f"{row['where']}: the answer has no '####' before its number")
+    check_answer("gsm8k", answer, row["where"])
+    return Problem(
+        PROMPT.format(problem=row["question"].strip()), answer.strip(), f"\n{solution}\n"
     )
-    if split == "validation":
-        return problems[:GSM8K_VALIDATION]
-    return problems[GSM8K_VALIDATION:]
+
+
+def parse_math(row: dict) -> Problem:
+    """The last box that is not empty has the answer; without one it is "", and the row unusable."""
+    answer = row.get("answer") or extract_boxed(row["solution"]) or ""
+    return Problem(PROMPT.format(problem=row["problem"].strip()), answer, f"\n{row['solution']}\n")
+
+
+def read_hub(task: str, file: str) -> list[dict]:
+    """Rows as `read_jsonl` gives them; on the first call `datasets` downloads them to its cache."""
+    from datasets import load_dataset  # seconds
+
+    rows = []
+    for source in HUB[task][file]:
+        name, config, split = source
+        try:
+            loaded = load_dataset(name, config, split=split)
+        except Exception as error:  # of any kind: of the network, of the hub, of the files
+            raise UsageError(
+                f"--task {task}: {name} could not be loaded from the hub "
+                f"({' '.join(str(error).split())[:200]}): run this once where there is a network, "
+                "or name a folder with train.jsonl and test.jsonl with --data-dir"
+            ) from None
+        for number, row in enumerate(loaded, 1):
+            rows.append(check_row(row, FIELDS[task], f"{'/'.join(source)}:{number}"))
+    return rows
 
 
 def read_jsonl(path: str, fields: tuple[str, ...]) -> list[dict]:
@@ -218,7 +281,8 @@ def read_jsonl(path: str, fields: tuple[str, ...]) -> list[dict]:
     """
     hint = " (--eval-every 0 does without)" if path.endswith("validation.jsonl") else ""
     require(os.path.isfile(path), f"{path}: no such file{hint}")
-    rows = []
+    rows: list[dict] = []
+    places: dict[str, str] = {}  # id -> where
     with open(path, encoding="utf-8-sig") as file:
         try:
             for number, line in enumerate(file, 1):
@@ -229,24 +293,29 @@ def read_jsonl(path: str, fields: tuple[str, ...]) -> list[dict]:
                     row = json.loads(line)
                 except (json.JSONDecodeError, RecursionError) as error:
                     raise UsageError(f"{where}: not JSON ({error})") from None
-                if not isinstance(row, dict):
-                    raise UsageError(
-                        f"{where}: a line must hold an object, found {type(row).__name__}"
-                    )
-                for field in fields:
-                    if not isinstance(row.get(field), str) or not row[field].strip():
-                        raise UsageError(
-                            f'{where}: "{field}" must be a non-empty string, '
-                            f"found {row.get(field)!r:.60}"
-                        )
-                if not isinstance(row.get("solution", ""), str):
-                    raise UsageError(f'{where}: "solution" must be a string')
-                rows.append({**row, "where": where})
+                rows.append(check_row(row, fields, where))
+                name = row.get("unique_id", row.get("id"))
+                if name is not None:
+                    first = places.setdefault(str(name), where)
+                    require(first == where, f"{where}: the id {name!r:.60} is that of {first} too")
         except UnicodeDecodeError as error:
             raise UsageError(f"{path}: not UTF-8 ({error})") from None
-    if not rows:
-        raise UsageError(f"{path}: empty, expected one JSON object a line")
+    require(rows, f"{path}: empty, expected one JSON object a line")
     return rows
+
+
+def check_row(row: object, fields: tuple[str, ...], where: str) -> dict:
+    """The row with `where`, if its fields are what they must be."""
+    require(
+        isinstance(row, dict), f"{where}: a line must hold an object, found {type(row).__name__}"
+    )
+    # what is there though it need not be: an answer of MATH, a solution of your own problems
+    for field in (*fields, *({"answer", "solution"} & row.keys() - {*fields})):
+        require(
+            isinstance(row.get(field), str) and row[field].strip(),
+            f'{where}: "{field}" must be a non-empty string, found {row.get(field)!r:.60}',
+        )
+    return {**row, "where": where}
 
 
 # ---- prompts as ids ------------------------------------------------------------------------------

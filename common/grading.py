@@ -135,6 +135,12 @@ class Worker:
             print(f"warning: {failure} grading {what}: wrong ({self.failures})", file=sys.stderr)
             return False
 
+    def take_failures(self) -> int:
+        """How many there were since the last call."""
+        taken = sum(self.failures.values())
+        self.failures = dict.fromkeys(self.failures, 0)
+        return taken
+
     def start(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "common.equivalence"],
@@ -202,7 +208,7 @@ def grade_all(
     response_ids: list[list[int]],
     finished: list[bool],
     answers: list[str],
-    rule: str = "####",
+    rule: str,
 ) -> list[float]:
     """Rewards of responses as ids; one that was cut off at the limit gets 0 whatever it says.
     `rule` is a key of RULES: what the dataset's answers look like."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import UsageError, require
+from common import UsageError, grading, require
 
 # ---- processes -----------------------------------------------------------------------------------
 
@@ -377,10 +377,12 @@ class Run:
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Ends the phase and appends a line to metrics.jsonl. (The time of a save, which comes
-        after the line that it makes safe, counts in the next line.)"""
+        after the line that it makes safe, counts in the next line.) All ranks must call it."""
         self.phase("")
         seconds = sum(self.phases.values())
         line = {"iteration": iteration, **metrics, **self.phases, "time/iteration": seconds}
+        if failures := sum(gather([grading.worker.take_failures()])):
+            line["rollout/grading_failures"] = failures
         self.phases = {}
         if self.is_main:
             self.append("metrics.jsonl", line)

@@ -125,6 +125,7 @@ def evaluate(
     sampler: Sampler,
     prompt_ids: list[list[int]],
     answers: list[str],
+    rule: str,
     rounds: int,
     temperature: float,
     top_p: float,
@@ -134,7 +135,8 @@ def evaluate(
     progress: bool = False,
 ) -> list[float]:
     """The share of right responses out of `rounds` for each problem; pass@1 is their mean. Every
-    rank must call it: each samples for its share of the problems."""
+    rank must call it: each samples for its share of the problems. `rule`: a key of grading.RULES.
+    """
     groups = sampler.generate(
         share(prompt_ids),
         n=rounds,
@@ -152,6 +154,7 @@ def evaluate(
             [sample.ids for sample in group],
             [sample.finished for sample in group],
             [answer] * rounds,
+            rule,
         )
         scores.append(sum(rewards) / rounds)
     return gather(scores)

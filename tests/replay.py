@@ -49,7 +49,7 @@ OF_SCRIPT = {
 }
 
 
-def grade_by_sum(tokenizer, response_ids, finished, answers) -> list[float]:
+def grade_by_sum(tokenizer, response_ids, finished, answers, rule) -> list[float]:
     """Rewards of both kinds in every group: at a temperature of 1.9 nothing is really right."""
     return [float(sum(ids) % 3 == 0) for ids in response_ids]
 

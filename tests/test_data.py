@@ -3,16 +3,22 @@
 import json
 import os
 import re
+import subprocess
+import sys
+from collections import Counter
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common import UsageError, data
-from common.grading import grade
+from common.grading import grade, grade_boxed
+from tests.conftest import ROOT, read_jsonl
 
-GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "shared", "data", "gsm8k")
-needs_gsm8k = pytest.mark.skipif(not os.path.isdir(GSM8K), reason="no GSM8K files beside the clone")
+DATA = os.path.join(ROOT, "..", "shared", "data")
+GSM8K = os.path.join(DATA, "gsm8k")
+MATH = os.path.join(DATA, "math")
+needs_data = pytest.mark.skipif(not os.path.isdir(DATA), reason="no data sets beside the clone")
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +110,14 @@ def test_jsonl_with_bom_crlf_blank_lines_and_line_separators(tmp_path):
         ('{"prompt": "a"}\n', 'train.jsonl:1: "answer" must be a non-empty string, found None'),
         ('{"prompt": "a", "answer": " "}\n', 'train.jsonl:1: "answer" must be a non-empty string'),
         ('{"prompt": "a", "answer": 7}\n', 'train.jsonl:1: "answer" must be a non-empty string'),
-        ('{"prompt": "a", "answer": "1", "solution": 1}\n', '"solution" must be a string'),
+        (
+            '{"prompt": "a", "answer": "1", "solution": 1}\n',
+            '"solution" must be a non-empty string',
+        ),
+        (
+            '{"id": 7, "prompt": "a", "answer": "1"}\n\n{"id": 7, "prompt": "b", "answer": "1"}\n',
+            "train.jsonl:3: the id 7 is that of",
+        ),
         (b"\xff\xfe{", "not UTF-8"),
         ("[" * 100_000, "train.jsonl:1: not JSON"),
         ('{"prompt": "a", "answer": "yes"}\n', "train.jsonl:1: the answer 'yes' is no number"),
@@ -123,7 +136,7 @@ def test_sft_file_falls_back_to_train(tmp_path):
     assert data.load_problems("jsonl", "sft", str(tmp_path))[0].prompt == "b"
 
 
-@needs_gsm8k
+@needs_data
 def test_gsm8k_split(tmp_path):
     splits = {name: data.load_problems("gsm8k", name, GSM8K) for name in ("train", "validation")}
     test = data.load_problems("gsm8k", "test", GSM8K)
@@ -148,6 +161,163 @@ def test_gsm8k_without_marker(tmp_path):
     write(tmp_path, '{"question": "q", "answer": "72"}\n')
     with pytest.raises(UsageError, match=r"train\.jsonl:1: the answer has no '####'"):
         data.load_problems("gsm8k", "train", str(tmp_path))
+
+
+def math_row(problem, solution, **fields):
+    return json.dumps({"problem": problem, "solution": solution, **fields}) + "\n"
+
+
+def test_math_rows(tmp_path, capsys):
+    write(
+        tmp_path,
+        math_row("a", r"First \boxed{1}, so \boxed{\frac{1}{2}}.")
+        + math_row("b", "none", unique_id="x")
+        + math_row(" c ", "none either", answer="(1,2)")
+        + math_row("d", r"empty \boxed{}"),
+    )
+    problems = data.load_problems("math", "train", str(tmp_path))
+    assert {(p.prompt, p.answer) for p in problems} == {
+        ("[MATH_TASK] Problem:\na\n\nSolution:", r"\frac{1}{2}"),
+        ("[MATH_TASK] Problem:\nc\n\nSolution:", "(1,2)"),
+    }
+    said = capsys.readouterr().out
+    assert said.startswith("math, 4 rows: 2 train, 2 unusable: no answer in ")
+    assert "train.jsonl:2" in said and "train.jsonl:4" in said and "train.jsonl:1" not in said
+    with pytest.raises(UsageError, match="500 of the 500 validation problems of math are not in"):
+        data.load_problems("math", "validation", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (math_row("a", ""), "train.jsonl:1: \"solution\" must be a non-empty string, found ''"),
+        (math_row("a", "s", answer=""), 'train.jsonl:1: "answer" must be a non-empty string'),
+        (math_row("a", "s", answer=None), 'train.jsonl:1: "answer" must be a non-empty string'),
+        ('{"solution": "s"}\n', 'train.jsonl:1: "problem" must be a non-empty string, found None'),
+        (
+            math_row("a", "s", unique_id="i") + math_row("b", "s", unique_id="i"),
+            "train.jsonl:2: the id 'i' is that of",
+        ),
+    ],
+)
+def test_unusable_math_files_are_named(tmp_path, text, message):
+    write(tmp_path, text)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        data.load_problems("math", "train", str(tmp_path))
+
+
+@needs_data
+def test_math_split(tmp_path, capsys):
+    splits = {name: data.load_problems("math", name, MATH) for name in data.SPLITS}
+    assert [len(problems) for problems in splits.values()] == [11_498, 11_498, 500, 500]
+    assert (
+        "12000 rows: 11498 train, 500 validation, 2 unusable: no answer" in capsys.readouterr().out
+    )
+    train, validation, test = ({p.prompt for p in splits[s]} for s in data.SPLITS[1:])
+    assert not train & validation and not train & test and not validation & test
+    problem = splits["test"][0]
+    assert problem.prompt.startswith("[MATH_TASK] Problem:\n")
+    assert problem.prompt.endswith("\n\nSolution:")
+    assert problem.solution[0] == "\n" == problem.solution[-1]
+    assert grade_boxed(problem.solution, problem.answer) == 1
+    # all 12,500 in one file, backwards, with a BOM and CRLF: MATH-500 is taken out again
+    rows = read_jsonl(f"{MATH}/train.jsonl") + read_jsonl(f"{MATH}/test.jsonl")
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in reversed(rows))
+    write(tmp_path, b"\xef\xbb\xbf" + text.encode())
+    for name in ("train", "validation"):
+        again = data.load_problems("math", name, str(tmp_path))
+        assert {(p.prompt, p.answer) for p in again} == {(p.prompt, p.answer) for p in splits[name]}
+        assert [p.prompt for p in again] == [p.prompt for p in splits[name]]
+
+
+@needs_data
+def test_committed_splits_are_the_smallest_fingerprints():
+    """So nobody picked them."""
+    with open(f"{ROOT}/common/splits.json") as file:
+        splits = json.load(file)
+    for task, folder, field in (("gsm8k", GSM8K, "question"), ("math", MATH, "problem")):
+        keys = [data.fingerprint(row[field]) for row in read_jsonl(f"{folder}/train.jsonl")]
+        once = sorted(key for key, times in Counter(keys).items() if times == 1)
+        committed = splits[task]["validation"]
+        assert committed == [key for key in once if key <= committed[-1]]
+    assert [len(s["validation"]) for s in splits.values()] == [373, 500]
+    test = [data.fingerprint(row["problem"]) for row in read_jsonl(f"{MATH}/test.jsonl")]
+    assert splits["math"]["test"] == sorted(test)
+
+
+# ---- the hub -------------------------------------------------------------------------------------
+
+SHOW_SPLITS = """
+import json, sys
+from common.data import load_problems
+task, *folder = sys.argv[1:]
+splits = [load_problems(task, split, *folder) for split in ("train", "validation", "test")]
+print(json.dumps(splits))
+"""
+
+
+def run_python(text, *arguments, cwd, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", text, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": ROOT, "HF_HOME": str(cwd), **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
+def put_on_hub(folder, files):
+    """`files` {(dataset, config, split): rows} as folders that `datasets` takes for those of the
+    hub: it looks for a folder of that name first."""
+    import datasets
+
+    configs = {}
+    for (name, config, split), rows in files.items():
+        path = f"{config}/{split}.parquet"
+        os.makedirs(folder / name / config, exist_ok=True)
+        datasets.Dataset.from_list(rows).to_parquet(folder / name / path)
+        configs.setdefault(name, {}).setdefault(config, []).append((split, path))
+    for name, of_name in configs.items():
+        lines = ["---", "configs:"]
+        for config, splits in of_name.items():
+            lines += [f"- config_name: {config}", "  data_files:"]
+            lines += [f"  - split: {split}\n    path: {path}" for split, path in splits]
+        (folder / name / "README.md").write_text("\n".join([*lines, "---", ""]))
+
+
+@needs_data
+@pytest.mark.parametrize("task", ["gsm8k", "math"])
+def test_the_hub_gives_the_same_splits(task, tmp_path):
+    """The real code, `datasets` included, on the hub's own layout and another order of rows."""
+    train, test = (read_jsonl(f"{DATA}/{task}/{name}.jsonl") for name in ("train", "test"))
+    if task == "gsm8k":
+        files = {("openai/gsm8k", "main", "train"): train[::-1]}
+        files["openai/gsm8k", "main", "test"] = test
+    else:
+        files = {("HuggingFaceH4/MATH-500", "default", "test"): test}
+        for row in train[::-1] + test:  # all 12,500 where they come from: "test/algebra/12.json"
+            split, subject, _ = row["unique_id"].split("/")
+            where = ("EleutherAI/hendrycks_math", subject, split)
+            fields = ("problem", "solution")
+            files.setdefault(where, []).append({name: row[name] for name in fields})
+        assert len(files) == 15
+    put_on_hub(tmp_path, files)
+    hub = run_python(SHOW_SPLITS, task, cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert hub.returncode == 0, hub.stderr[-3000:]
+    folder = run_python(SHOW_SPLITS, task, f"{DATA}/{task}", cwd=tmp_path)
+    hub, folder = (result.stdout.splitlines() for result in (hub, folder))
+    assert hub[-1] == folder[-1]
+    if task == "math":
+        assert hub[0].startswith("math, 12500 rows: 11498 train, 500 validation, 500 test, 2 unus")
+
+
+def test_without_a_network(tmp_path):
+    for task in ("gsm8k", "math"):
+        result = run_python(SHOW_SPLITS, task, cwd=tmp_path, HF_HUB_OFFLINE="1")
+        assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+        assert result.stderr.startswith(f"error: --task {task}: ")
+        assert "could not be loaded from the hub" in result.stderr
+        assert "run this once where there is a network, or name a folder with" in result.stderr
 
 
 # ---- prompts -------------------------------------------------------------------------------------

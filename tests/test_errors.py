@@ -77,7 +77,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("task", "--task nope: no such task; there are chain, gsm8k, jsonl"),
+        ("task", "--task nope: no such task; there are chain, gsm8k, math, jsonl"),
         ("no data dir", "--task jsonl reads a folder of JSONL files: name it with --data-dir"),
         ("no such data dir", "--data-dir {folder}/nowhere: no such folder"),
         ("missing file", "{folder}/missing/train.jsonl: no such file"),

@@ -72,7 +72,9 @@ def test_extract_number():
 def test_a_response_that_was_cut_off_gets_nothing():
     tokenizer = data.make_chain_tokenizer()
     ids = tokenizer("#### 5")["input_ids"]
-    rewards = grade_all(tokenizer, [[*ids, 1], ids, [1]], [True, False, True], ["5", "5", "5"])
+    rewards = grade_all(
+        tokenizer, [[*ids, 1], ids, [1]], [True, False, True], ["5", "5", "5"], "####"
+    )
     assert rewards == [1.0, 0.0, 0.0]
 
 

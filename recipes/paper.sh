@@ -1,0 +1,74 @@
+# The paper's settings as commands, sourced by a file that says which model and data:
+#
+#   bash recipes/rho1b_math.sh sft               the checkpoint that the other seven start from
+#   bash recipes/rho1b_math.sh vineppo           or ppo, grpo, rloo, restem, dpo_pos
+#   bash recipes/rho1b_math.sh evaluate --model runs/vineppo-rho1b-math/hf
+#
+# from the folder of the clone. What follows goes to the script (--seed 2, --resume auto or
+# --data-dir FOLDER). A flag that is not here has the script's default, which is the paper's. "Table"
+# and "App." are the paper's; "official" is the code that its authors released.
+#
+# Not run by us: there was no GPU. A rough count says that all fits 80 GB but for PPO on
+# DeepSeekMath-7B, whose critic and its optimizer come on top (the official run moved optimizer
+# state to the CPU, which we do not have).
+set -euo pipefail
+METHOD=${1:?"which one? sft, vineppo, ppo, grpo, rloo, restem, dpo_pos or evaluate"}
+shift
+
+DATA=(--task "$TASK" --max-model-len "$MAX_MODEL_LEN")
+SFT=(
+  --model "$BASE"
+  --num-epochs 3                           # App. C.3
+  --warmup-fraction 0.06                   # App. C.3 (official: 2 epochs, 0.03)
+  --learning-rate "$SFT_LEARNING_RATE"     # batches of 64 (App. C.3) are the default
+  --eval-every 50 --eval-problems 500
+  # App. C.3 takes the best on validation: `evaluate --split validation` on each epoch's checkpoint
+  --save-every "$SFT_STEPS_OF_AN_EPOCH" --keep-checkpoints 3
+)
+SAMPLING=(
+  --max-response-len 1024                  # official
+  --top-p 0.9                              # official: then sampler and trainer differ a little
+  --stop $'\n\n\nProblem:'                 # official
+)
+RL=(
+  --model "runs/sft-$NAME/hf"
+  --learning-rate 1e-6                     # Tables 1, 2, 3
+  --minibatch-size 64                      # Table 1
+  --eval-problems 500 --eval-rounds 16     # as the paper reports; all of the validation problems
+)
+POLICY_GRADIENT=(
+  --num-prompts 64                         # Table 1
+  --num-iterations "$NUM_ITERATIONS"
+  --eval-every 40 --save-every 40          # official, Rho-1B
+)
+RESTEM=(
+  --num-prompts "$NUM_PROBLEMS"            # App. C.6: 8 responses for every problem
+  --num-iterations 10                      # Table 2
+  --eval-every 500                         # Table 2
+)
+DPO=(
+  --num-prompts "$NUM_PROBLEMS"            # App. C.6, Table 3: 64 responses and pairs each
+  --beta "$DPO_BETA"
+  --eval-every "$DPO_SAVE_EVERY" --save-every "$DPO_SAVE_EVERY"
+)
+# The authors' reply to the reviewers: on Rho-1B GRPO and RLOO needed a KL coefficient above PPO's
+# 1e-4, of those searched in Table 1; it does not say which. DeepSeekMath-7B has no such runs.
+HIGHER_KL=(--kl-coef 3e-3)
+CRITIC=(--critic-learning-rate 1e-6)       # Table 1 has one learning rate
+
+case $METHOD in
+  sft) OPTIONS=("${SFT[@]}") ;;
+  vineppo) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${CAP[@]}") ;;
+  ppo) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${CRITIC[@]}") ;;
+  grpo | rloo) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${HIGHER_KL[@]}") ;;
+  restem) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${RESTEM[@]}") ;;
+  dpo_pos) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${DPO[@]}") ;;
+  evaluate) OPTIONS=("${SAMPLING[@]}") ;;  # 16 rounds at temperature 0.35 are the default
+  *)
+    echo "error: '$METHOD': sft, vineppo, ppo, grpo, rloo, restem, dpo_pos or evaluate" >&2
+    exit 1
+    ;;
+esac
+[ "$METHOD" = evaluate ] || OPTIONS+=("${MEMORY[@]}" --output-dir "runs/$METHOD-$NAME")
+PATH="$PWD/.venv/bin:$PATH"
+torchrun --standalone --nproc-per-node "$RANKS" "$METHOD.py" "${DATA[@]}" "${OPTIONS[@]}" "$@"
