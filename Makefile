@@ -2,10 +2,11 @@
 # make test      all tests (under ten minutes)     make soak   the long trials
 # make compare   every method, a grid of learning rates, three seeds; hours
 # make compare-quick   one seed at the scripts' own learning rates; quarter of an hour
+# make figures   value accuracy, K, temperature, from the runs of either; under an hour
 # make install   the set-up alone: .venv with what this machine needs
 PYTHON ?= python3
 
-.PHONY: demo test soak install compare compare-quick
+.PHONY: demo test soak install compare compare-quick figures
 demo: .venv/installed
 	.venv/bin/python -m analysis.demo
 
@@ -22,6 +23,9 @@ compare: .venv/installed
 
 compare-quick: .venv/installed
 	.venv/bin/python -m analysis.compare --seeds 1 --no-grid --folder runs/quick --output runs/quick
+
+figures: .venv/installed
+	.venv/bin/python -m analysis.figures
 
 install: .venv/installed
 

@@ -397,7 +397,8 @@ def main(args: Args) -> None:
         metrics["adv/undecided"] = ((state_values > 0) & (state_values < 1)).float().mean().item()
         metrics["adv/states"] = len(states)
         metrics["adv/states_shared"] = sum(map(len, state_keys)) - len(states)
-        metrics["adv/boundaries_moved"] = sum(moved for _, moved in split)
+        moved, num_steps = sum(moved for _, moved in split), sum(len(ends) for ends, _ in split)
+        metrics["adv/boundaries_moved"] = moved / num_steps
         metrics["tokens/rollouts"] = sum(tokens for _, tokens in values.values())
 
         # ==== 6.6 update: epochs x minibatches x micro-batches ====================================

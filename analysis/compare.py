@@ -103,17 +103,24 @@ def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
             raise
 
 
-def train(wanted: list[tuple[str, float, int]], folder: str, jobs: int, bar: tqdm) -> Runs:
-    """The runs that are not finished yet; engine states go when a run is finished. Raises
-    UsageError for one that another command, or another SFT checkpoint, has made."""
-    runs = {key: f"{folder}/{key[0]}-lr{key[1]:g}-seed{key[2]}" for key in wanted}
+def train(
+    wanted: list[tuple[str, float, int]],
+    folder: str,
+    jobs: int,
+    bar: tqdm,
+    extra: tuple[str, ...] = (),
+) -> Runs:
+    """The runs that are not finished yet, with `extra` flags; engine states go when a run is
+    finished. Raises UsageError for one that another command, or SFT checkpoint, has made."""
+    suffix = "".join(extra).replace("--", "-")
+    runs = {key: f"{folder}/{key[0]}-lr{key[1]:g}-seed{key[2]}{suffix}" for key in wanted}
     with open(f"{SFT}/hf/model.safetensors", "rb") as file:
         weights = hashlib.sha256(file.read()).hexdigest()
     commands = {}
     for (method, rate, seed), path in runs.items():
         command = [f"{method}.py", "--model", f"{SFT}/hf", "--output-dir", path]
         command += ["--seed", str(seed), "--learning-rate", f"{rate:g}"]
-        command += [*METHODS[method], *EVALUATION]
+        command += [*METHODS[method], *EVALUATION, *extra]
         origin = f"{' '.join(command)} of {weights}\n"
         if os.path.exists(f"{path}.origin"):
             with open(f"{path}.origin") as file:
@@ -233,8 +240,24 @@ def spread(values: list[float], form: str = ".3f") -> str:
     return text + (f", {missing} of {len(values)} never" if missing else "")
 
 
+def draw_band(
+    panel, curves: list[list[dict]], axis: str, colour: str, label: str, name: str = "pass@1"
+) -> None:
+    """The seeds' mean over the mean of `axis`, evaluation by evaluation, between lowest and
+    highest."""
+    evaluations = itertools.zip_longest(*curves, fillvalue={})
+    points = [[p for p in of if axis in p and name in p] for of in evaluations]
+    points = [of for of in points if of]
+    xs = [statistics.mean(p[axis] for p in of) for of in points]
+    ys = [[p[name] for p in of] for of in points]
+    panel.plot(xs, [statistics.mean(y) for y in ys], ".-", color=colour, label=label)
+    panel.fill_between(
+        xs, [min(y) for y in ys], [max(y) for y in ys], color=colour, alpha=0.15, lw=0
+    )
+
+
 def draw(curves: dict[str, list[list[dict]]], grid: dict, output: str) -> None:
-    """One panel an axis; a line a seed, and the learning rates of the grid."""
+    """One panel an axis, seeds as a band, and the learning rates of the grid."""
     figure, panels = plt.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
     axes = {
         "iteration": f"sampled episodes / {EPISODES} (iterations of VinePPO, PPO, GRPO, RLOO)",
@@ -245,16 +268,7 @@ def draw(curves: dict[str, list[list[dict]]], grid: dict, output: str) -> None:
     }
     for panel, (axis, label) in zip(panels.flat, axes.items(), strict=False):
         for method, seeds in curves.items():
-            for i, curve in enumerate(seeds):
-                points = [point for point in curve if axis in point]
-                panel.plot(
-                    [point[axis] for point in points],
-                    [point["pass@1"] for point in points],
-                    ".-",
-                    color=COLOURS[method],
-                    label=NAMES[method] if i == 0 else None,
-                    alpha=0.7,
-                )
+            draw_band(panel, seeds, axis, COLOURS[method], NAMES[method])
         panel.set(xlabel=label, ylabel="pass@1, validation, temperature 0.35", ylim=(0, 1))
         panel.grid(alpha=0.3)
     panels.flat[2].set_xscale("symlog", linthresh=10)
@@ -268,7 +282,13 @@ def draw(curves: dict[str, list[list[dict]]], grid: dict, output: str) -> None:
             last.plot([x] * len(rates[x]), rates[x], ".", color=COLOURS[method], alpha=0.7)
     last.set(xscale="log", xlabel="learning rate", ylabel="last pass@1, validation", ylim=(0, 1))
     last.grid(alpha=0.3)
+    save(figure, output)
+
+
+def save(figure, output: str) -> None:
+    """As PNG and, beside it, SVG."""
     figure.savefig(output, dpi=90)
+    figure.savefig(output.removesuffix(".png") + ".svg", metadata={"Date": None})
     plt.close(figure)
 
 
@@ -415,6 +435,8 @@ def main(
     measure_kl({path: c for m in methods for path, c in zip(paths[m], curves[m], strict=True)})
     bar.close()
     write_results(output, curves, scores, best, test, sft, seeds, jobs)
+    with open(f"{folder}/results.json", "w") as file:  # for analysis/figures.py
+        json.dump({"paths": paths, "best": best, "start": start, "seeds": seeds}, file)
     draw(curves, scores, f"{output}/results.png")
     print(f"{output}/results.md")
 

@@ -85,6 +85,19 @@ def result_probabilities(
         yield lines, torch.softmax(logits[rows, positions], dim=-1)[:, tens]
 
 
+@torch.no_grad()
+def fact_table(policy, tokenizer, episodes: list[Episode], temperature: float) -> torch.Tensor:
+    """(2, 10, 10, 10) P(result | operation, digit, operand), mean over the lines of the episodes;
+    0 for a fact that none of them uses."""
+    sums, counts = torch.zeros(2, 10, 10, 10), torch.zeros(2, 10, 10, 1)
+    for lines, results in result_probabilities(policy, tokenizer, episodes, temperature):
+        for (episode, line), result in zip(lines, results.cpu(), strict=True):
+            op, operand = read_prompt(episode.problem.prompt)[1][line]
+            sums[OPS.index(op), episode.digits[line], operand] += result
+            counts[OPS.index(op), episode.digits[line], operand] += 1
+    return sums / counts.clamp(min=1)
+
+
 def flat_gradient(policy) -> torch.Tensor:
     gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
     policy.zero_grad()
@@ -123,14 +136,7 @@ def main(
     episodes = sample_episodes(sampler, tokenizer, problems, group_size, temperature, seed + 1)
 
     # the table of facts, then the exact gradient, by halves
-    sums, counts = torch.zeros(2, 10, 10, 10), torch.zeros(2, 10, 10, 1)
-    with torch.no_grad():
-        for lines, results in result_probabilities(policy, tokenizer, others, temperature):
-            for (episode, line), result in zip(lines, results.cpu(), strict=True):
-                op, operand = read_prompt(episode.problem.prompt)[1][line]
-                sums[OPS.index(op), episode.digits[line], operand] += result
-                counts[OPS.index(op), episode.digits[line], operand] += 1
-    table = sums / counts.clamp(min=1)
+    table = fact_table(policy, tokenizer, others, temperature)
     values = {prompt: exact_values(prompt, table) for prompt in values_of}  # (S, 10) each
     halves = []
     for half in (others[: len(others) // 2], others[len(others) // 2 :]):
@@ -217,7 +223,8 @@ def main(
     chains = statistics.mean(e.digits is not None for e in others)
     start_values = [values[e.problem.prompt][0, e.digits[0]].item() for e in others if e.digits]
     agreement = torch.cosine_similarity(*halves, dim=0).item()
-    print(f"\nproper chains {chains:.4f}; facts seen {(counts > 0).sum()} of 160")
+    seen = (table.sum(dim=-1) > 0).sum()
+    print(f"\nproper chains {chains:.4f}; facts seen {seen} of 160")
     print(
         f"mean exact V(prompt) {statistics.mean(start_values):.4f}, mean reward {mean_reward:.4f}"
     )

@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import tyro
 
 from common import UsageError, require
 
@@ -222,7 +224,7 @@ def grade_all(
 # ---- of a file -----------------------------------------------------------------------------------
 
 
-def main(path: str) -> None:
+def main(path: Annotated[str, tyro.conf.Positional]) -> None:
     """Grades JSONL rows: "dataset" ("gsm8k" or "math"), "response" (or null and "response_parts",
     [[text, times], ...] to be joined), "ground_truth" and, where it is known, "expected"."""
     rules = {"gsm8k": "####", "math": "boxed"}
@@ -259,5 +261,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    require(len(sys.argv) == 2, "usage: python -m common.grading FILE.jsonl")
-    main(sys.argv[1])
+    tyro.cli(main)

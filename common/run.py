@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -449,6 +450,10 @@ class Run:
         if self.is_main:
             model.save_pretrained(os.path.join(aside, "hf"))
             tokenizer.save_pretrained(os.path.join(aside, "hf"))
+            for name in engines.keys() - {"policy"}:  # weights alone, for analysis/values.py
+                # copies: ZeRO 2 keeps parameters as views of one buffer
+                weights = {k: v.clone() for k, v in engines[name].module.state_dict().items()}
+                safetensors.torch.save_file(weights, os.path.join(aside, f"{name}.safetensors"))
             for folder, _, names in os.walk(aside):
                 for name in ["", *names]:
                     flush_to_disk(os.path.join(folder, name))

@@ -31,7 +31,11 @@ def commands():
 
 def parse(words: list[str]) -> None:
     if words[0] == "-m":
-        run = importlib.import_module(words[1]).main
+        module = importlib.import_module(words[1])
+        if hasattr(module, "Args"):
+            tyro.cli(module.Args, args=words[2:])
+            return
+        run = module.main
 
         @functools.wraps(run)  # its flags, but it does nothing
         def target(*_, **__):

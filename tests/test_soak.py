@@ -13,7 +13,7 @@ from tests.conftest import ROOT, call, copy_of_the_project, read_jsonl
 from tests.test_runs import BASELINES, FAST, check_kill_and_resume, check_parity
 
 pytestmark = pytest.mark.soak
-GSM8K = os.path.join(ROOT, "../shared/data/gsm8k")
+DATA = os.path.join(ROOT, "../shared/data")
 
 
 @pytest.fixture(scope="session")
@@ -93,24 +93,34 @@ def test_sampler_and_trainer_agree_in_bfloat16():
     check_parity("--tied", "--zero-stage", "2", "--dtype", "bfloat16", limit=0.1)
 
 
-@pytest.mark.skipif(not os.path.isdir(GSM8K), reason="no GSM8K files beside the clone")
-def test_smollm2_on_gsm8k_is_not_vacuous(tmp_path):
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smollm2")
+    call("-m", "recipes.smollm2", str(folder / "smollm2"))
+    return folder
+
+
+@pytest.mark.skipif(not os.path.isdir(DATA), reason="no data sets beside the clone")
+@pytest.mark.parametrize(
+    ("task", "run"), [("gsm8k", "vineppo-smollm2"), ("math", "vineppo-smollm2-math")]
+)
+def test_smollm2_is_not_vacuous(smollm2, task, run):
     """The commands of docs/real_data.md, as they stand there."""
     with open(f"{ROOT}/docs/real_data.md") as file:
-        lines = [line for line in file if line.startswith(".venv/bin/python")]
-    assert len(lines) == 3
+        lines = [line for line in file if line.startswith(".venv") and f"--task {task}" in line]
+    assert len(lines) == 2
     for line in lines:
-        line = line.replace("--data-dir GSM8K", f"--data-dir {GSM8K}")
-        line = re.sub(r" runs/", f" {tmp_path}/", line)
+        line = line.replace(f"--data-dir {task.upper()}", f"--data-dir {DATA}/{task}")
+        line = re.sub(r" runs/", f" {smollm2}/", line)
         result = call(*line.split()[1:])
     print("\n" + result.stdout)
-    metrics = read_jsonl(tmp_path / "vineppo-smollm2/metrics.jsonl")
+    metrics = read_jsonl(smollm2 / run / "metrics.jsonl")
     assert len(metrics) == 2
     for line in metrics:
         assert line["rollout/reward"] > 0 and line["policy/grad_norm"] > 0
         assert line["adv/undecided"] > 0 and line["policy/weight_distance"] > 0
         assert line["policy/sampler_gap"] < 1e-4
-    steps = [len(e["steps"]) for e in read_jsonl(tmp_path / "vineppo-smollm2/episodes.jsonl")]
+    steps = [len(e["steps"]) for e in read_jsonl(smollm2 / run / "episodes.jsonl")]
     assert max(steps) > 1
 
 

@@ -1,0 +1,128 @@
+"""Can PPO's critic learn values at all? Fitted to exact ones, on the embedded task: a check that
+its failure in training is not a mistake of ours.
+
+    python -m analysis.critic --model runs/sft/hf
+
+The critic of ppo.py (the checkpoint with a scalar head), its `compute_values` and its loss's square
+learn the exact value (dynamic programming) of the state before every token of many responses, a
+target without noise, and are then asked about responses to other prompts. In training it has a
+thousandth of that: for each response one reward, right or wrong, of a policy that moves.
+"""
+
+import json
+import statistics
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+import ppo
+from analysis.exact import exact_values
+from analysis.gradient import Episode, fact_table, pad, sample_episodes
+from analysis.values import measure
+from common import data, run, sampling
+
+
+def token_values(episode: Episode, values: torch.Tensor, equals: int) -> torch.Tensor:
+    """(T,) exact value of the state before each token: a line's result, behind `=`, changes it."""
+    found, digits = torch.empty(len(episode.ids)), episode.digits
+    known = 0
+    for i, start in enumerate([0, *episode.ends[:-1]]):
+        found[known:] = values[i, digits[i]]
+        if i + 1 < len(episode.ends):
+            known = episode.ids.index(equals, start) + 2  # before the result it is the same
+    return found
+
+
+def main(
+    model: str = "runs/sft/hf",
+    num_responses: int = 8_000,
+    epochs: int = 4,
+    learning_rate: float = 1e-3,
+    temperature: float = 0.6,
+    seed: int = 1,
+    output: str = "",
+) -> None:
+    """`output`: a JSON file for the curve of the explained variance."""
+    run.set_up_processes()
+    run.check_model(model, 128)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sampler = sampling.Sampler(model, "float32", 128, 0.4)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().to(device)
+    problems = data.load_problems("chain", "sft")[:num_responses]
+    others = data.load_problems("chain", "train")[:500]
+    episodes = sample_episodes(sampler, tokenizer, problems + others, 1, temperature, seed)
+    table = fact_table(policy, tokenizer, episodes, temperature)
+    equals = tokenizer.convert_tokens_to_ids("=")
+    known = [
+        (episode, token_values(episode, exact_values(episode.problem.prompt, table), equals))
+        for episode in episodes
+        if episode.digits
+    ]
+    of_others = set(others)
+    held_out = [pair for pair in known if pair[0].problem in of_others]
+    train = [pair for pair in known if pair[0].problem not in of_others]
+
+    critic = policy  # it is not needed any more
+    torch.manual_seed(run.seed_of(seed, "critic"))
+    head = torch.nn.Linear(critic.get_output_embeddings().in_features, 1).to(device)
+    torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
+    torch.nn.init.zeros_(head.bias)
+    critic.set_output_embeddings(head)
+    optimizer = torch.optim.AdamW(critic.parameters(), learning_rate, weight_decay=0.0)
+
+    def errors(pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = pad([episode for episode, _ in pairs], device)
+        targets = pad_sequence([values for _, values in pairs], batch_first=True).to(device)
+        predicted = ppo.compute_values(critic, *inputs)
+        return predicted[inputs[-1].bool()], targets[inputs[-1].bool()]
+
+    @torch.no_grad()
+    def score() -> dict[str, float]:
+        batches = [errors(held_out[i : i + 64]) for i in range(0, len(held_out), 64)]
+        predicted, targets = (torch.cat(some).tolist() for some in zip(*batches, strict=True))
+        return measure(targets, predicted)
+
+    curve = [(0, score())]
+    steps = [order for epoch in range(epochs) for order in batches_of(len(train), seed, epoch)]
+    for step, rows in enumerate(bar := tqdm(steps, unit="step")):
+        rate = ppo.learning_rate_at(step, len(steps), learning_rate, 0.03)
+        optimizer.param_groups[0]["lr"] = rate
+        predicted, targets = errors([train[row] for row in rows])
+        loss = 0.5 * (predicted - targets).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+        if (step + 1) % 50 == 0 or step + 1 == len(steps):
+            curve.append((64 * (step + 1), score()))
+            bar.write(
+                f"{curve[-1][0]} responses: explained variance {curve[-1][1]['explained']:.2f}"
+            )
+    last = curve[-1][1]
+    print(
+        f"critic fitted to exact values of {len(train)} responses, {epochs} times: on "
+        f"{len(held_out)} others MAE {last['mae']:.3f}, within 0.05 {last['close']:.0%}, "
+        f"explained variance {last['explained']:.2f} (mean value "
+        f"{statistics.mean(v for _, values in held_out for v in values.tolist()):.3f})"
+    )
+    if output:
+        with open(output, "w") as file:
+            json.dump(curve, file)
+
+
+def batches_of(num_items: int, seed: int, epoch: int) -> list[list[int]]:
+    order = run.draw(num_items, 0, num_items, seed, epoch)
+    return [order[i : i + 64] for i in range(0, num_items, 64)]
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,382 @@
+"""How true are the values that an estimator gives its states? (Paper, section 7 and appendix G.)
+
+    python -m analysis.values --run runs/ppo-chain-seed1            the checkpoints of a run
+    python -m analysis.values --model CHECKPOINT --task gsm8k       any checkpoint
+
+The checkpoint answers training prompts; its states are the starts of the reasoning steps of its
+own responses. The truth of a state is the mean reward of 256 rollouts from it. Compared with it:
+
+    vineppo   the mean reward of K others, none of the 256
+    ppo       the critic that was trained with the checkpoint, where there is one
+    grpo      the mean reward of the G responses to its prompt (for each of their states)
+    rloo      the same without the response's own reward
+
+Top action: five next steps are sampled from a state; the best of the distinct ones is asked for, of
+which there must be three. On the embedded task the truth is held against exact values, too.
+"""
+
+import dataclasses
+import glob
+import json
+import os
+import random
+import statistics
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+
+import ppo
+from analysis.exact import exact_values, read_digits
+from common import data, grading, require, run, sampling, steps
+
+CLOSE = 0.05  # a value within that of the truth is right (section 7)
+ESTIMATORS = ("vineppo", "ppo", "grpo", "rloo")
+
+
+@dataclass
+class Args:
+    run: str = ""
+    """folder of a run: its checkpoints and settings, and the results go to its values/"""
+    iterations: tuple[int, ...] = ()
+    """which of the run's checkpoints; default all"""
+    num_prompts: int = 16
+    """each with a group of responses, from which the states are drawn"""
+    num_states: int = 64
+    num_actions: int = 16
+    """states from which five next steps are sampled; 0: none"""
+    truth: int = 256
+    """rollouts that make the truth of a state"""
+    k: int = 9
+    """rollouts of VinePPO's estimate"""
+    seed: int = 1
+
+    # without a run (with one, these are the run's)
+    model: str = ""
+    """a checkpoint folder, or a name on the hub"""
+    output: str = "values.json"
+    task: str = "chain"
+    data_dir: str = ""
+    group_size: int = 8
+    temperature: float = 0.6
+    top_p: float = 1.0
+    stop: str = ""
+    max_response_len: int = 80
+    max_model_len: int = 128
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+# ---- measures ------------------------------------------------------------------------------------
+
+
+def measure(truth: list[float], predicted: list[float]) -> dict[str, float]:
+    """Mean absolute error, share within 0.05 (a tie with the bound counts), and explained variance
+    1 - Var(truth - predicted) / Var(truth), NaN where all truths are equal."""
+    errors = [t - p for t, p in zip(truth, predicted, strict=True)]
+    variance = statistics.pvariance(truth)
+    return {
+        "mae": statistics.mean(map(abs, errors)),
+        "close": statistics.mean(abs(e) <= CLOSE + 1e-9 for e in errors),
+        "explained": 1 - statistics.pvariance(errors) / variance if variance else float("nan"),
+    }
+
+
+def error_by_position(states: list[dict], estimator: str) -> list[float]:
+    """Mean absolute error by tenths of the response (step / steps); NaN where there is no state."""
+    tenths: list[list[float]] = [[] for _ in range(10)]
+    for state in states:
+        error = abs(state["truth"] - state[estimator])
+        tenths[10 * state["step"] // state["steps"]].append(error)
+    return [statistics.mean(errors) if errors else float("nan") for errors in tenths]
+
+
+def rank_actions(actions: list[list[dict]], estimator: str) -> tuple[float, float, int]:
+    """(how often the step that the estimator puts first is a best one, chance, number of states).
+
+    A best step is one whose truth is within 0.05 of the highest; among equal predictions one is
+    drawn, so a state counts with the share of best ones among those put first, and chance is the
+    share of best ones among all. States where every step is a best one say nothing: left out.
+    """
+    shares, chances = [], []
+    for options in actions:
+        highest = max(option["truth"] for option in options)
+        best = [option["truth"] >= highest - CLOSE - 1e-9 for option in options]
+        if all(best):
+            continue
+        first = max(option[estimator] for option in options)
+        put_first = [b for b, o in zip(best, options, strict=True) if o[estimator] == first]
+        shares.append(sum(put_first) / len(put_first))
+        chances.append(sum(best) / len(best))
+    nan = float("nan")
+    return (
+        statistics.mean(shares) if shares else nan,
+        statistics.mean(chances) if chances else nan,
+        len(shares),
+    )
+
+
+def z_scores(states: list[dict], truth: int) -> list[float]:
+    """(truth - exact value) in standard errors of the truth; mean 0 and variance 1 where the exact
+    value is the policy's. States whose exact value is known to be 0 or 1 have none."""
+    known = [s for s in states if s.get("exact") is not None and 0 < s["exact"] < 1]
+    return [
+        (s["truth"] - s["exact"]) / (s["exact"] * (1 - s["exact"]) / truth) ** 0.5 for s in known
+    ]
+
+
+# ---- sampling ------------------------------------------------------------------------------------
+
+
+class Prober:
+    """What is asked of one checkpoint: rollouts from prefixes, and its critic's values."""
+
+    def __init__(self, args: Args, sampler, tokenizer):
+        self.args, self.sampler, self.tokenizer, self.critic = args, sampler, tokenizer, None
+        self.task = data.TASKS[args.task]
+
+    def use(self, model: str, critic: str = "") -> torch.nn.Module:
+        """Go on with another checkpoint; `critic`: the file of one, by default that beside it."""
+        import safetensors.torch
+        from transformers import AutoModelForCausalLM
+
+        dtype = getattr(torch, self.args.dtype)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        self.sampler.wake(policy)
+        critic = critic or os.path.join(os.path.dirname(model), "critic.safetensors")
+        self.critic = None
+        if os.path.exists(critic):  # as section 5b of ppo.py makes it
+            self.critic = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+            hidden_size = self.critic.get_output_embeddings().in_features
+            self.critic.set_output_embeddings(torch.nn.Linear(hidden_size, 1, dtype=dtype))
+            self.critic.load_state_dict(safetensors.torch.load_file(critic))
+            self.critic.to(device)
+        return policy.to(device)
+
+    def roll_out(
+        self, prompts: list[list[int]], prefixes: list[list[int]], n: int, seed: int
+    ) -> list[list[sampling.Sample]]:
+        """`n` continuations of each prefix, to the end of the episode."""
+        return self.sampler.generate(
+            [prompt + prefix for prompt, prefix in zip(prompts, prefixes, strict=True)],
+            n=n,
+            temperature=self.args.temperature,
+            top_p=self.args.top_p,
+            max_tokens=[self.args.max_response_len - len(prefix) for prefix in prefixes],
+            seed=seed,
+            stop=self.args.stop,
+            progress=n > 1,
+        )
+
+    def grade(self, prefix: list[int], rollouts: list[sampling.Sample], answer: str) -> list[float]:
+        return grading.grade_all(
+            self.tokenizer,
+            [prefix + rollout.ids for rollout in rollouts],
+            [rollout.finished for rollout in rollouts],
+            [answer] * len(rollouts),
+            self.task.grading_rule,
+        )
+
+    def values(self, prompts, prefixes, answers: list[str], seed: int) -> list[dict[str, float]]:
+        """Truth, VinePPO's estimate and the critic's, for the state behind each prefix."""
+        total = self.args.truth + self.args.k
+        found = []
+        for prefix, rollouts, answer in zip(
+            prefixes, self.roll_out(prompts, prefixes, total, seed), answers, strict=True
+        ):
+            rewards = self.grade(prefix, rollouts, answer)
+            truth, others = rewards[: self.args.truth], rewards[self.args.truth :]
+            found.append({"truth": statistics.mean(truth), "vineppo": statistics.mean(others)})
+        if self.critic is not None:
+            for state, value in zip(found, self.criticize(prompts, prefixes), strict=True):
+                state["ppo"] = value
+        return found
+
+    @torch.no_grad()
+    def criticize(self, prompts: list[list[int]], prefixes: list[list[int]]) -> list[float]:
+        values = []
+        for prompt, prefix in zip(prompts, prefixes, strict=True):
+            # the value of a state is read where its last token stands: what follows is not seen
+            ids = torch.tensor([prompt + prefix + [0]], device=self.critic.device)
+            mask = torch.ones(1, len(prefix) + 1, device=self.critic.device)
+            prompt_lens = torch.tensor([len(prompt)], device=self.critic.device)
+            values.append(ppo.compute_values(self.critic, ids, prompt_lens, mask)[0, -1].item())
+        return values
+
+
+def probe_states(prober: Prober, problems, prompts, seed: int) -> tuple[list[dict], list[tuple]]:
+    """States of the checkpoint's own responses with truth and predictions, and all responses as
+    (problem, prompt ids, ids, reward, step ends)."""
+    args = prober.args
+    groups = prober.roll_out(prompts, [[]] * len(prompts), args.group_size, seed)
+    responses, candidates = [], []
+    for problem, prompt, group in zip(problems, prompts, groups, strict=True):
+        rewards = prober.grade([], group, problem.answer)
+        for sample, reward in zip(group, rewards, strict=True):
+            ends, _ = steps.split_steps(sample.ids, prober.tokenizer, prober.task.step_rule)
+            responses.append((problem, prompt, sample.ids, reward, ends))
+            others = (sum(rewards) - reward) / max(1, len(rewards) - 1)
+            group_mean = {"grpo": statistics.mean(rewards), "rloo": others}
+            candidates += [(responses[-1], i, group_mean) for i in range(len(ends))]
+    chosen = random.Random(seed).sample(candidates, min(args.num_states, len(candidates)))
+    starts = [([0, *ends[:-1]][i], ids) for (_, _, ids, _, ends), i, _ in chosen]
+    values = prober.values(
+        [prompt for (_, prompt, *_), _, _ in chosen],
+        [ids[:start] for start, ids in starts],
+        [problem.answer for (problem, *_), _, _ in chosen],
+        run.seed_of(seed, "values"),
+    )
+    states = []
+    for ((problem, _, ids, reward, ends), i, group_mean), value in zip(chosen, values, strict=True):
+        texts = steps.step_texts(ids, ends, prober.tokenizer)
+        state = {"prompt": problem.prompt, "texts": texts, "step": i, "steps": len(ends)}
+        states.append({**state, "reward": reward, **value, **group_mean})
+    return states, responses
+
+
+def probe_actions(prober: Prober, responses: list[tuple], seed: int) -> list[list[dict]]:
+    """For each of `num_actions` states: its distinct next steps (of five, three at least), each
+    with the values of the state behind it. A step that ends the response leads to no state."""
+    args, rng = prober.args, random.Random(seed + 1)
+    candidates = [(r, start) for r in responses for start in [0, *r[4][:-2]] if len(r[4]) > 1]
+    chosen = rng.sample(candidates, min(args.num_actions, len(candidates)))
+    prefixes = [r[2][:start] for r, start in chosen]
+    groups = prober.roll_out([r[1] for r, _ in chosen], prefixes, 5, run.seed_of(seed, "actions"))
+    options = []  # (which state, prefix)
+    for i, (prefix, group) in enumerate(zip(prefixes, groups, strict=True)):
+        found = set()
+        for sample in group:
+            ids = prefix + sample.ids
+            ends, _ = steps.split_steps(ids, prober.tokenizer, prober.task.step_rule)
+            first = next(end for end in ends if end > len(prefix))
+            if first < len(ids):
+                found.add(tuple(ids[:first]))
+        if len(found) >= 3:
+            options += [(i, list(ids)) for ids in sorted(found)]
+    values = prober.values(
+        [chosen[i][0][1] for i, _ in options],
+        [ids for _, ids in options],
+        [chosen[i][0][0].answer for i, _ in options],
+        run.seed_of(seed, "next"),
+    )
+    actions: dict[int, list[dict]] = {}
+    for (i, _), value in zip(options, values, strict=True):
+        actions.setdefault(i, []).append({**value, "grpo": 0.0, "rloo": 0.0})  # the same for all
+    return list(actions.values())
+
+
+def add_exact_values(states: list[dict], responses, policy, tokenizer, temperature: float) -> None:
+    """On the embedded task: "exact", from the policy's own table of facts; None for a state whose
+    response is no chain."""
+    from analysis.gradient import Episode, fact_table
+
+    episodes = []
+    for problem, prompt, ids, reward, ends in responses:
+        digits = read_digits(problem.prompt, steps.step_texts(ids, ends, tokenizer))
+        episodes.append(Episode(problem, prompt, ids, reward, ends, digits))
+    table = fact_table(policy, tokenizer, episodes, temperature)
+    for state in states:
+        digits = read_digits(state["prompt"], state["texts"])
+        i, values = state["step"], exact_values(state["prompt"], table)
+        state["exact"] = values[i, digits[i]].item() if digits else None
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def describe(name: str, states: list[dict], actions: list[list[dict]], truth: int) -> str:
+    mean = statistics.mean(state["truth"] for state in states)
+    lines = [f"{name}: {len(states)} states, mean truth {mean:.3f}"]
+    for estimator in ESTIMATORS:
+        if estimator in states[0]:
+            of = measure([s["truth"] for s in states], [s[estimator] for s in states])
+            line = f"  {estimator:8} MAE {of['mae']:.3f}, within 0.05 {of['close']:.0%}, "
+            line += f"explained variance {of['explained']:.2f}"
+            share, chance, decided = rank_actions(actions, estimator)
+            if decided:
+                line += f", top action {share:.0%} (chance {chance:.0%}, {decided} states)"
+            lines.append(line)
+    scores = z_scores(states, truth)
+    if len(scores) > 1:
+        known = [s for s in states if s.get("exact") is not None]
+        gap = statistics.mean(s["truth"] - s["exact"] for s in known)
+        lines.append(
+            f"  truth less exact value: {gap:+.4f} on average; z-scores of {len(scores)} states: "
+            f"mean {statistics.mean(scores):+.2f}, variance {statistics.pvariance(scores):.2f}"
+        )
+    return "\n".join(lines)
+
+
+def read_run(folder: str, args: Args) -> tuple[Args, dict[int, str]]:
+    """(`args` with the settings of the run, {iteration: checkpoint that transformers loads})."""
+    path = os.path.join(folder, "args.json")
+    require(os.path.exists(path), f"{path}: no such file; {folder} is not the folder of a run")
+    with open(path) as file:
+        saved = json.load(file)
+    names = ("task", "data_dir", "group_size", "temperature", "top_p", "stop", "dtype")
+    names += ("max_response_len", "max_model_len")
+    args = dataclasses.replace(args, run=folder, **{name: saved[name] for name in names})
+    found = glob.glob(os.path.join(folder, "checkpoints", "iteration_*", "hf"))
+    require(found, f"{folder} has no checkpoints")
+    return args, {int(path.split("iteration_")[-1][:6]): path for path in sorted(found)}
+
+
+def set_up(args: Args, model: str) -> tuple[Prober, list[data.Problem], list[list[int]]]:
+    """Engines with the checkpoint `model`, and the training problems that it is asked about."""
+    problems = data.load_problems(args.task, "train", args.data_dir)
+    run.set_up_processes()
+    run.check_model(model, args.max_model_len)
+    from transformers import AutoTokenizer
+
+    on_gpu = torch.cuda.is_available()
+    dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(args.dtype, args.dtype)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    max_prompt_len = args.max_model_len - args.max_response_len
+    problems, prompts = data.encode_prompts(problems, tokenizer, max_prompt_len)
+    wanted = min(args.num_prompts, len(problems))
+    picked = random.Random(args.seed).sample(range(len(problems)), wanted)
+    sampler = sampling.Sampler(model, dtype, args.max_model_len, 0.4)
+    prober = Prober(dataclasses.replace(args, dtype=dtype), sampler, tokenizer)
+    return prober, [problems[i] for i in picked], [prompts[i] for i in picked]
+
+
+def main(args: Args) -> None:
+    require(bool(args.run) != bool(args.model), "either --run or --model, please")
+    run.check_at_least_1(args, "num_prompts", "num_states", "truth", "k", "group_size")
+    checkpoints = {"checkpoint": (args.model, args.output)}
+    if args.run:
+        args, found = read_run(args.run, args)
+        missing = [i for i in args.iterations if i not in found]
+        require(not missing, f"--iterations {missing}: {args.run} has checkpoints of {[*found]}")
+        os.makedirs(os.path.join(args.run, "values"), exist_ok=True)
+        checkpoints = {
+            f"iteration {i}": (found[i], f"{args.run}/values/iteration_{i:06d}.json")
+            for i in args.iterations or found
+        }
+    prober = None
+    for name, (model, output) in checkpoints.items():
+        settings = {**dataclasses.asdict(args), "iterations": None, "model": model}
+        result = {"settings": None}
+        if os.path.exists(output):
+            with open(output) as file:
+                result = json.load(file)
+        if result["settings"] != settings:
+            if prober is None:
+                prober, problems, prompts = set_up(args, model)
+            policy = prober.use(model)
+            states, responses = probe_states(prober, problems, prompts, args.seed)
+            actions = probe_actions(prober, responses, args.seed) if args.num_actions else []
+            if args.task == "chain":
+                add_exact_values(states, responses, policy, prober.tokenizer, args.temperature)
+            result = {"settings": settings, "states": states, "actions": actions}
+            with open(output + ".tmp", "w") as file:
+                json.dump(result, file)
+            os.replace(output + ".tmp", output)
+        print(describe(name, result["states"], result["actions"], args.truth), flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,304 @@
+"""The analysis of values, against values that are known, and of credit."""
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ppo
+from analysis import credit, values
+from analysis.exact import exact_values, read_prompt
+from common import data
+from common.sampling import Sample
+from tests.conftest import call
+
+# ---- measures, by hand ---------------------------------------------------------------------------
+
+
+def test_measures_of_a_constructed_case():
+    truth, predicted = [0.0, 0.5, 1.0, 0.5], [0.05, 0.5, 0.8, 0.3]
+    found = values.measure(truth, predicted)
+    assert found["mae"] == pytest.approx((0.05 + 0 + 0.2 + 0.2) / 4)
+    assert found["close"] == 0.5  # 0.05 counts
+    # errors -.05 0 .2 .2: mean .0875, squares .0025 0 .04 .04
+    variance = (0.0025 + 0.08) / 4 - 0.0875**2
+    assert found["explained"] == pytest.approx(1 - variance / 0.125)
+    assert values.measure([1.0, 1.0], [0.0, 1.0])["explained"] != 0  # NaN: nothing to explain
+    assert math.isnan(values.measure([1.0, 1.0], [0.0, 1.0])["explained"])
+
+
+def test_error_by_position():
+    states = [
+        {"truth": 1.0, "ppo": 0.5, "step": 0, "steps": 3},
+        {"truth": 1.0, "ppo": 0.8, "step": 1, "steps": 20},
+        {"truth": 0.0, "ppo": 0.3, "step": 2, "steps": 3},
+    ]
+    tenths = values.error_by_position(states, "ppo")
+    assert tenths[0] == pytest.approx(0.35) and tenths[6] == pytest.approx(0.3)
+    assert all(math.isnan(x) for i, x in enumerate(tenths) if i not in (0, 6))
+
+
+def test_top_action_of_five_with_ties_and_chance():
+    def options(*pairs):
+        return [{"truth": truth, "it": predicted} for truth, predicted in pairs]
+
+    found = values.rank_actions(
+        [
+            options((0.9, 0.1), (0.2, 0.9), (0.3, 0.2)),  # wrong; chance 1/3
+            options((0.9, 0.9), (0.86, 0.1), (0.3, 0.2), (0.1, 0.0)),  # right; chance 2/4
+            options((0.5, 0.5), (0.0, 0.5), (0.1, 0.5)),  # a tie: 1/3; chance 1/3
+            options((0.86, 0.9), (0.9, 0.2), (0.3, 0.2)),  # within 0.05 of the best: right; 2/3
+            options((0.5, 0.1), (0.52, 0.5), (0.55, 0.2)),  # all are best: says nothing
+        ],
+        "it",
+    )
+    assert found[0] == pytest.approx((0 + 1 + 1 / 3 + 1) / 4)
+    assert found[1] == pytest.approx((1 / 3 + 1 / 2 + 1 / 3 + 2 / 3) / 4)
+    assert found[2] == 4
+    assert values.rank_actions([options((1.0, 0), (1.0, 0), (1.0, 0))], "it")[2] == 0
+
+
+# ---- estimators, against exact values ------------------------------------------------------------
+
+
+class TabularPolicy:
+    """A Markov policy of the embedded task that is a table of facts; it samples like `Sampler`."""
+
+    def __init__(self, table: torch.Tensor, tokenizer):
+        self.table, self.tokenizer = table, tokenizer
+
+    def generate(self, prompt_ids, n, max_tokens, seed, **_):
+        rng = random.Random(seed)
+        groups = []
+        for ids in prompt_ids:
+            prompt, response = self.tokenizer.decode(ids).split("\n", 1)
+            groups.append([self.go_on(prompt, response, rng) for _ in range(n)])
+        return groups
+
+    def go_on(self, prompt: str, response: str, rng: random.Random) -> Sample:
+        digit, operations = read_prompt(prompt)
+        lines = response.split("\n")[:-1]
+        if lines:
+            digit = int(re.search(r"=(\d)", lines[-1])[1])
+        text = ""
+        for op, operand in operations[len(lines) :]:
+            weights = self.table["+-".index(op), digit, operand].tolist()
+            result = rng.choices(range(10), weights)[0]
+            words = rng.choice(data.FILLERS), rng.choice(data.FILLERS)
+            text += f"{words[0]} {digit}{op}{operand}={result} {words[1]}\n"
+            digit = result
+        ids = self.tokenizer(f"{text}#### {digit}")["input_ids"]
+        return Sample([*ids, self.tokenizer.eos_token_id], [], True, False)
+
+
+@pytest.fixture(scope="module")
+def tabular():
+    """A table that is mostly right, and a prober of its policy."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.rand(2, 10, 10, 10, generator=generator)
+    for digit in range(10):
+        for operand in range(10):
+            for i, op in enumerate("+-"):
+                right = data.apply_operation(digit, op, operand)
+                table[i, digit, operand, right] += 30 * torch.rand(1, generator=generator).item()
+    table /= table.sum(dim=-1, keepdim=True)
+    tokenizer = data.make_chain_tokenizer()
+    args = values.Args(num_prompts=40, num_states=300, num_actions=60)
+    return table, values.Prober(args, TabularPolicy(table, tokenizer), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def probed(tabular):
+    table, prober = tabular
+    problems = data.load_problems("chain", "train")[: prober.args.num_prompts]
+    prompts = prober.tokenizer([p.prompt for p in problems])["input_ids"]
+    states, responses = values.probe_states(prober, problems, prompts, seed=3)
+    for state in states:
+        add_exact(state, table)
+    return states, responses
+
+
+def add_exact(state, table):
+    digits = [int(state["prompt"][0])]
+    digits += [int(re.search(r"=(\d)", text)[1]) for text in state["texts"][: state["step"]]]
+    state["exact"] = exact_values(state["prompt"], table)[state["step"], digits[-1]].item()
+
+
+def test_ground_truth_is_that_of_dynamic_programming(probed, tabular):
+    states, _ = probed
+    assert {state["step"] for state in states} == set(range(9))
+    scores = values.z_scores(states, truth=256)
+    assert len(scores) > 200
+    assert abs(statistics.mean(scores)) < 4 / len(scores) ** 0.5
+    assert 0.7 < statistics.pvariance(scores) < 1.3
+    for state in states:
+        if state["exact"] in (0.0, 1.0):
+            assert state["truth"] == state["exact"]
+    # with another policy's table it does not fit
+    wrong = [dict(state) for state in states]
+    for state in wrong:
+        add_exact(state, tabular[0].flip(0))
+    assert statistics.pvariance(values.z_scores(wrong, truth=256)) > 10
+
+
+def test_estimators_are_unbiased_where_they_should_be(probed):
+    """VinePPO's is, everywhere; the group's means are at the prompt and nowhere else, and the mean
+    with the own reward in it leans towards that reward."""
+    states, _ = probed
+    errors = [s["vineppo"] - s["exact"] for s in states]
+    noise = [(s["exact"] * (1 - s["exact"]) / 9) ** 0.5 for s in states]
+    assert abs(statistics.mean(errors)) < 4 * (sum(x * x for x in noise) ** 0.5) / len(states)
+    assert statistics.pvariance(errors) == pytest.approx(
+        statistics.mean(x * x for x in noise), rel=0.3
+    )
+    late = [s for s in states if s["step"] == 8]
+    assert all(s["exact"] == s["reward"] for s in late)  # the answer line is right where it is
+    assert values.measure([s["exact"] for s in late], [s["vineppo"] for s in late])["mae"] == 0
+    for s in states:
+        assert s["rloo"] == pytest.approx((8 * s["grpo"] - s["reward"]) / 7)
+    by_tenth = values.error_by_position(states, "grpo")
+    assert by_tenth[8] > 3 * values.error_by_position(states, "vineppo")[8]
+    assert (
+        values.measure([s["truth"] for s in states], [s["vineppo"] for s in states])["mae"] < 0.08
+    )
+
+
+def test_top_actions_are_those_of_dynamic_programming(tabular, probed):
+    """An estimator that is the truth is always right; nine rollouts are far above chance; the
+    group's mean, the same for every step, is at chance."""
+    _, prober = tabular
+    actions = values.probe_actions(prober, probed[1], seed=3)
+    assert len(actions) > 40
+    for options in actions:
+        assert 3 <= len(options) <= 5
+    truth, chance, decided = values.rank_actions(actions, "truth")
+    measured = values.rank_actions(actions, "vineppo")
+    group = values.rank_actions(actions, "grpo")
+    assert truth == 1 and decided > 10
+    assert chance + 0.15 < measured[0] and group[0] == pytest.approx(chance)
+
+
+def test_critic_is_asked_about_the_right_token(sft_model, tmp_path):
+    """A state's value is that of `compute_values` in the whole response; the file is ppo.py's."""
+    import safetensors.torch
+
+    critic = AutoModelForCausalLM.from_pretrained(sft_model, dtype=torch.float32).eval()
+    head = torch.nn.Linear(critic.get_output_embeddings().in_features, 1)
+    torch.nn.init.normal_(head.weight)
+    critic.set_output_embeddings(head)
+    shutil.copytree(sft_model, tmp_path / "hf")
+    safetensors.torch.save_file(critic.state_dict(), tmp_path / "critic.safetensors")
+
+    class Nothing:
+        def wake(self, model):
+            pass
+
+    tokenizer = data.make_chain_tokenizer()
+    prober = values.Prober(values.Args(dtype="float32"), Nothing(), tokenizer)
+    prober.use(str(tmp_path / "hf"))
+    problem = data.load_problems("chain", "train")[0]
+    prompt, response = (tokenizer(text)["input_ids"] for text in (problem.prompt, problem.solution))
+    starts = [0, 8, 16, 40]
+    found = prober.criticize([prompt] * 4, [response[:start] for start in starts])
+    with torch.no_grad():
+        mask = torch.ones(1, len(response))
+        whole = ppo.compute_values(
+            critic, torch.tensor([prompt + response]), torch.tensor([len(prompt)]), mask
+        )
+    assert found == pytest.approx(whole[0, starts].tolist(), abs=1e-5)
+    assert max(found) - min(found) > 0.01
+
+
+# ---- the commands --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ppo_run(sft_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("values") / "run"
+    small = ["--num-prompts", "4", "--group-size", "4", "--minibatch-size", "8"]
+    small += ["--num-iterations", "1", "--eval-every", "0", "--model", sft_model]
+    call("ppo.py", *small, "--output-dir", str(folder))
+    return folder
+
+
+def test_values_of_a_run(ppo_run):
+    sizes = ["--num-prompts", "4", "--num-states", "24", "--num-actions", "4", "--truth", "64"]
+    result = call("-m", "analysis.values", "--run", str(ppo_run), *sizes)
+    for estimator in values.ESTIMATORS:
+        assert f"\n  {estimator} " in result.stdout
+    assert "iteration 1: 24 states, mean truth" in result.stdout
+    assert "truth less exact value" in result.stdout
+    with open(ppo_run / "values/iteration_000001.json") as file:
+        states = json.load(file)["states"]
+    assert len(states) == 24 and all(0 <= s["truth"] <= 1 for s in states)
+    before = os.stat(ppo_run / "values/iteration_000001.json").st_mtime_ns
+    again = call("-m", "analysis.values", "--run", str(ppo_run), *sizes)  # done already
+    assert again.stdout.splitlines()[-6:] == result.stdout.splitlines()[-6:]
+    assert os.stat(ppo_run / "values/iteration_000001.json").st_mtime_ns == before
+
+
+def test_values_and_credit_say_what_they_miss(ppo_run, tmp_path):
+    for arguments, message in (
+        (["--run", str(tmp_path)], "args.json: no such file"),
+        ([], "either --run or --model, please"),
+        (["--run", str(ppo_run), "--iterations", "7"], "has checkpoints of [1]"),
+    ):
+        result = call("-m", "analysis.values", *arguments, fails=True)
+        assert message in result.stderr and "Traceback" not in result.stderr
+    result = call("-m", "analysis.credit", "--run", str(tmp_path), fails=True)
+    assert "is not the folder of a run" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_credit_of_a_run(ppo_run):
+    result = call("-m", "analysis.credit", "--run", str(ppo_run), "--num-prompts", "4", "--k", "5")
+    assert "== any ==" in result.stdout and "   critic      PPO     GRPO  step" in result.stdout
+    page = (ppo_run / "credit.html").read_text()
+    assert "<th>VinePPO</th><th>critic</th><th>PPO</th><th>GRPO</th>" in page
+
+
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror='document.title=1'>"
+HOSTILE += '"&amp;\x1b[2J\ud800'
+
+
+def hostile_episode():
+    step = {"text": HOSTILE, "value": 0.5, "VinePPO": -1.0, "GRPO": 0.5}
+    return {"prompt": HOSTILE, "answer": HOSTILE, "reward": 0.0, "steps": [step]}
+
+
+def test_terminal_and_page_show_what_a_model_wrote_and_do_nothing_else():
+    text = credit.as_text("any", hostile_episode(), coloured=True)
+    assert "\x1b[2J" not in text and "\\x1b[2J" in text and "\\ud800" in text
+    assert text.count("\x1b") == 2  # the colour and its end
+    page = credit.as_page({HOSTILE: hostile_episode()}, HOSTILE)
+    page.encode()
+    assert "<script" not in page and "<img" not in page and "http" not in page
+    assert credit.colour(0.0) == (255, 255, 255) and credit.colour(5.0) == credit.colour(1.0)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_the_page_in_a_browser(tmp_path):
+    (tmp_path / "credit.html").write_text(credit.as_page({"any": hostile_episode()}, "a run"))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000"]
+    result = subprocess.run(
+        [*command, "--dump-dom", (tmp_path / "credit.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    page = result.stdout
+    assert "<title>Credit</title>" in page  # no script ran
+    assert "<script" not in page and "<img" not in page and "&lt;script&gt;" in page
+    assert page.count("<td") == 4 and "-1.00" in page and "+0.50" in page
