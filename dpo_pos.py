@@ -108,7 +108,7 @@ class Args:
     save_every: int = 40
     """gradient steps between checkpoints; the last one always has one"""
     keep_checkpoints: int = 2
-    """the newest ones"""
+    """the newest ones, and the best on validation problems"""
 
 
 # ==== 3. pairs ====================================================================================
@@ -214,6 +214,7 @@ def main(args: Args) -> None:
     sampler = sampling.Sampler(args.model, dtype, args.max_model_len, args.gpu_memory_utilization)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     ref_model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval().to(device)
+    args.num_prompts = min(args.num_prompts, len(problems))  # none twice in an iteration
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
     ds_config = {
         "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours, of any number and size

@@ -105,7 +105,7 @@ class Args:
     save_every: int = 5
     """iterations between checkpoints; the last iteration always has one"""
     keep_checkpoints: int = 2
-    """the newest ones"""
+    """the newest ones, and the best on validation problems"""
 
     # advantage estimation
     critic_learning_rate: float = 1e-3

@@ -98,7 +98,7 @@ class Args:
     """responses per validation problem"""
     eval_temperature: float = 0.35
     keep_checkpoints: int = 2
-    """the newest ones; every iteration has one"""
+    """the newest ones, and the best on validation problems; every iteration has one"""
 
 
 # ==== 3. selection ================================================================================
@@ -158,7 +158,6 @@ def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction
 def main(args: Args) -> None:
     # flags and files first: a mistake should not wait for the engines
     rank, world_size = run.set_up_processes()
-    num_responses = args.num_prompts * args.group_size  # B
     run.check_args(args)
     require(args.eval_every > 0, "--eval-every 0: the walk needs checkpoints to evaluate")
     problems = data.load_problems(args.task, "train", args.data_dir)
@@ -185,6 +184,8 @@ def main(args: Args) -> None:
     sampler = sampling.Sampler(args.model, dtype, args.max_model_len, args.gpu_memory_utilization)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     ref_model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval().to(device)
+    args.num_prompts = min(args.num_prompts, len(problems))  # none twice in an iteration
+    num_responses = args.num_prompts * args.group_size  # B
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
     ds_config = {
         "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours, of any number and size

@@ -72,7 +72,7 @@ class Args:
     save_every: int = 150
     """steps between checkpoints; the last step always has one"""
     keep_checkpoints: int = 1
-    """the newest ones"""
+    """the newest ones, and the best on validation problems"""
 
 
 # ==== 4. log-probs, schedule ======================================================================

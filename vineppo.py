@@ -104,7 +104,7 @@ class Args:
     save_every: int = 5
     """iterations between checkpoints; the last iteration always has one"""
     keep_checkpoints: int = 2
-    """the newest ones"""
+    """the newest ones, and the best on validation problems"""
 
     # advantage estimation
     k: int = 9
@@ -397,8 +397,8 @@ def main(args: Args) -> None:
         metrics["adv/undecided"] = ((state_values > 0) & (state_values < 1)).float().mean().item()
         metrics["adv/states"] = len(states)
         metrics["adv/states_shared"] = sum(map(len, state_keys)) - len(states)
-        moved, num_steps = sum(moved for _, moved in split), sum(len(ends) for ends, _ in split)
-        metrics["adv/boundaries_moved"] = moved / num_steps
+        moved = [one for _, of_row in split for one in of_row]
+        metrics["adv/boundaries_moved"] = sum(moved) / max(1, len(moved))
         metrics["tokens/rollouts"] = sum(tokens for _, tokens in values.values())
 
         # ==== 6.6 update: epochs x minibatches x micro-batches ====================================

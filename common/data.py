@@ -9,6 +9,7 @@
          the number after "####" must be), and "solution" where sft.py is to learn from it
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -179,7 +180,17 @@ def load_problems(task: str, split: str, data_dir: str = "") -> list[Problem]:
     if task == "chain":
         return make_chain_problems(split)
     if task in HUB:
-        return load_mathematics(task, split, data_dir)
+        file = "test" if split == "test" else "train"
+        splits, missing = load_mathematics(task, file, data_dir)
+        where = data_dir or "the hub"
+        require(
+            split != "validation" or not missing,
+            f"{where}: {missing} of the validation problems of {task} are not in its training set "
+            "(--eval-every 0 does without)",
+        )
+        problems = splits["train" if split == "sft" else split]
+        require(problems, f"{where}: no usable problem for {split}")
+        return problems
     require(data_dir, f"--task {task} reads a folder of JSONL files: name it with --data-dir")
     # One file serves sft.py and the RL scripts: sft.jsonl where there is one, else train.jsonl.
     has_sft_file = os.path.exists(os.path.join(data_dir, "sft.jsonl"))
@@ -197,39 +208,56 @@ def check_answer(task: str, answer: str, where: str) -> None:
     )
 
 
-def load_mathematics(task: str, split: str, data_dir: str) -> list[Problem]:
-    """GSM8K: 7,100 / 373 / 1,319 problems; MATH: 11,498 / 500 / 500 (11,500 less two whose box is
+@functools.cache  # one file holds two splits
+def load_mathematics(task: str, file: str, data_dir: str) -> tuple[dict[str, list[Problem]], int]:
+    """{split: problems} of "train" or "test", and how many validation problems are not there.
+
+    GSM8K: 7,100 / 373 / 1,319 problems; MATH: 11,498 / 500 / 500 (11,500 less two whose box is
     empty), in the order of their fingerprints, which is the same wherever the rows come from.
 
-    Which problems are for validation, and which of the 12,500 of MATH are MATH-500, stands in
-    splits.json as fingerprints. (The paper's choice for validation is not known; ours are the
-    smallest fingerprints.)
+    Which problems are for validation, which for the test, and which of the 12,500 of MATH are
+    MATH-500, stands in splits.json as fingerprints. (The paper's choice for validation is not
+    known; ours are the smallest fingerprints.)
     """
-    file = "test" if split == "test" else "train"
     path = os.path.join(data_dir, f"{file}.jsonl")
     rows = read_jsonl(path, FIELDS[task]) if data_dir else read_hub(task, file)
+    where = path if data_dir else f"{task} from the hub"
     parse = {"gsm8k": parse_gsm8k, "math": parse_math}[task]
     problems = sorted(
         (fingerprint(row[FIELDS[task][0]]), *parse(row), row["where"]) for row in rows
     )
     with open(os.path.join(os.path.dirname(__file__), "splits.json")) as stream:
-        fingerprints = {name: set(hashes) for name, hashes in json.load(stream)[task].items()}
-    splits: dict[str, list] = {"train": [], "validation": [], "test": [], "unusable": []}
-    for key, prompt, answer, solution, where in problems:
-        held_out = next((name for name in fingerprints if key in fingerprints[name]), "train")
-        name = ("test" if file == "test" else held_out) if answer else "unusable"
-        splits[name].append(Problem(prompt, answer, solution) if answer else where)
-    missing = len(fingerprints["validation"]) - len(splits["validation"])
-    require(
-        split != "validation" or not missing,
-        f"{data_dir or 'the hub'}: {missing} of the {len(fingerprints['validation'])} validation "
-        f"problems of {task} are not in its training set (--eval-every 0 does without)",
-    )
+        known = json.load(stream)[task]
+    split_of = {key: name for name, keys in known.items() for key in keys}
+    keys = {key for key, *_ in problems}
+    missing = {name: len(set(known[name]) - keys) for name in known}
+    if file == "test":
+        strangers = len(keys - set(known["test"]))
+        require(
+            not missing["test"] and not strangers,
+            f"{where}: not the test set of {task}: {missing['test']} of its {len(known['test'])} "
+            f"problems are missing, {strangers} others are there (--task jsonl is for your own)",
+        )
+    else:  # the test problems are in it, to be taken out, or they are not; nothing between
+        require(
+            missing["test"] in (0, len(known["test"])),
+            f"{where}: only {len(known['test']) - missing['test']} of the {len(known['test'])} "
+            "test problems are recognized in it: the others may stand there in another wording, "
+            "and would be trained on",
+        )
+    splits: dict[str, list] = {"train": [], "validation": [], "test": []}
+    unusable = []
+    for key, prompt, answer, solution, place in problems:
+        if answer:
+            splits[split_of.get(key, "train")].append(Problem(prompt, answer, solution))
+        else:
+            unusable.append(place)
     if os.environ.get("RANK", "0") == "0":
-        counts = ", ".join(f"{len(found)} {name}" for name, found in splits.items() if found)
-        examples = ": no answer in " + ", ".join(splits["unusable"][:3])
-        print(f"{task}, {len(rows)} rows: {counts}{examples if splits['unusable'] else ''}")
-    return splits["train" if split == "sft" else split]
+        counts = [f"{len(found)} {name}" for name, found in splits.items() if found]
+        if unusable:
+            counts.append(f"{len(unusable)} without an answer ({', '.join(unusable[:3])})")
+        print(f"{where}, {len(rows)} rows: {', '.join(counts)}")
+    return splits, missing["validation"]
 
 
 def fingerprint(text: str) -> str:
@@ -291,7 +319,7 @@ def read_jsonl(path: str, fields: tuple[str, ...]) -> list[dict]:
                 where = f"{path}:{number}"
                 try:
                     row = json.loads(line)
-                except (json.JSONDecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:
                     raise UsageError(f"{where}: not JSON ({error})") from None
                 rows.append(check_row(row, fields, where))
                 name = row.get("unique_id", row.get("id"))
@@ -314,6 +342,10 @@ def check_row(row: object, fields: tuple[str, ...], where: str) -> dict:
         require(
             isinstance(row.get(field), str) and row[field].strip(),
             f'{where}: "{field}" must be a non-empty string, found {row.get(field)!r:.60}',
+        )
+        require(
+            not re.search("[\ud800-\udfff]", row[field]),
+            f'{where}: "{field}" has half of a character (a lone surrogate)',
         )
     return {**row, "where": where}
 

@@ -110,15 +110,15 @@ class Worker:
     once more, or fork beside CUDA's and gloo's threads."""
 
     def __init__(self) -> None:
-        self.failures = {"timeout": 0, "crash": 0}
+        self.failures = {"timeout": 0, "crash": 0, "repeat": 0}
         self.reset()
         os.register_at_fork(after_in_child=self.reset)  # a forked process gets its own
 
     def reset(self) -> None:
         self.lock, self.process = threading.Lock(), None
 
-    def equal(self, answer: str, reference: str) -> bool:
-        """False also where the worker fails: then it is killed, and that is counted and said."""
+    def equal(self, answer: str, reference: str) -> bool | None:
+        """None where the worker fails: then it is killed, and that is counted and said."""
         with self.lock:
             try:
                 if self.process is None:
@@ -135,12 +135,15 @@ class Worker:
             self.failures[failure] += 1
             what = f"{answer!r:.80} against {reference!r:.80}"
             print(f"warning: {failure} grading {what}: wrong ({self.failures})", file=sys.stderr)
-            return False
+            return None
 
     def take_failures(self) -> int:
-        """How many there were since the last call."""
+        """Answers that counted as wrong because of one, since the last call; their pairs will be
+        tried again."""
         taken = sum(self.failures.values())
         self.failures = dict.fromkeys(self.failures, 0)
+        for pair in [pair for pair, verdict in cache.items() if verdict is None] if taken else ():
+            del cache[pair]
         return taken
 
     def start(self) -> None:
@@ -168,7 +171,7 @@ class Worker:
 
 
 worker = Worker()
-cache: dict[tuple[str, str], float] = {}  # verdicts on pairs that are not spelled alike
+cache: dict[tuple[str, str], bool | None] = {}  # verdicts on pairs that are not spelled alike
 CACHE_SIZE = 200_000
 
 
@@ -188,8 +191,10 @@ def grade_boxed(response: str, answer: str) -> float:
     if pair not in cache:
         if len(cache) >= CACHE_SIZE:
             cache.clear()
-        cache[pair] = float(worker.equal(predicted, answer))
-    return cache[pair]
+        cache[pair] = worker.equal(predicted, answer)
+    elif cache[pair] is None:  # the same again would take the time limit again
+        worker.failures["repeat"] += 1
+    return float(cache[pair] or 0)
 
 
 class Rule(NamedTuple):
@@ -256,7 +261,7 @@ def main(path: Annotated[str, tyro.conf.Positional]) -> None:
         if "expected" in row and not agrees:
             print(f"{row.get('id')}: {verdict}, expected {row['expected']}: ", end="")
             print(f"{response[-100:]!r} against {answer[:100]!r}")
-    print(f"time-outs {worker.failures['timeout']}, crashes {worker.failures['crash']}")
+    print("failures:", ", ".join(f"{kind} {count}" for kind, count in worker.failures.items()))
     print(f"{len(rows) / sum(seconds):.0f} responses a second, slowest {max(seconds):.2f} s")
 
 

@@ -271,8 +271,9 @@ SHOWN = {
 
 
 class Run:
-    """A folder with args.json, metrics.jsonl, episodes.jsonl, tensorboard/, checkpoints/ and hf,
-    the newest checkpoint in the form that transformers, vLLM and evaluate.py load."""
+    """A folder with args.json, metrics.jsonl, episodes.jsonl, tensorboard/ and checkpoints/; and hf
+    and best, the newest checkpoint and that with the highest pass@1 (sft.py: the lowest loss) on
+    validation problems, in the form that transformers, vLLM and evaluate.py load."""
 
     def __init__(self, script: str, args):
         """Checks the folder and writes nothing. Raises UsageError for a folder that holds a run
@@ -326,10 +327,10 @@ class Run:
             with open(path + ".tmp", "w") as file:
                 json.dump(self.settings, file, indent=1)
             os.replace(path + ".tmp", path)
-            if done:
-                self.link(done)  # a kill may have come between the checkpoint and its link
             self.keep_lines("metrics.jsonl", done)
             self.keep_lines("episodes.jsonl", done)
+            if done:
+                self.tidy_up()  # a kill may have come between the checkpoint and its link
             from torch.utils.tensorboard import SummaryWriter
 
             folder = os.path.join(self.folder, "tensorboard")
@@ -461,14 +462,28 @@ class Run:
         if self.is_main:
             os.replace(aside, self.path(iteration))
             flush_to_disk(os.path.dirname(aside))
-            self.link(iteration)
-            for old in self.checkpoints()[: -self.args.keep_checkpoints]:
-                shutil.rmtree(self.path(old))
+            self.tidy_up()
         dist.barrier()
 
-    def link(self, iteration: int) -> None:
-        """hf -> the checkpoint of this iteration; never missing, not even for a moment."""
-        link = os.path.join(self.folder, "hf")
+    def tidy_up(self) -> None:
+        """Links hf and best to their checkpoints and removes those that are not to be kept."""
+        scores = {}
+        with open(os.path.join(self.folder, "metrics.jsonl")) as file:
+            for line in map(json.loads, file):
+                if line.keys() & {"eval/pass@1", "eval/loss"}:
+                    loss = line.get("eval/loss", 0.0)
+                    scores[line["iteration"]] = line.get("eval/pass@1", -loss)
+        done = self.checkpoints()
+        best = max((i for i in done if i in scores), key=scores.__getitem__, default=done[-1])
+        self.link("hf", done[-1])
+        self.link("best", best)
+        for old in done[: -self.args.keep_checkpoints]:
+            if old != best:
+                shutil.rmtree(self.path(old))
+
+    def link(self, name: str, iteration: int) -> None:
+        """name -> the checkpoint of this iteration; never missing, not even for a moment."""
+        link = os.path.join(self.folder, name)
         if os.path.lexists(link + ".tmp"):
             os.remove(link + ".tmp")
         target = os.path.join(self.path(iteration), "hf")

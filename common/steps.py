@@ -132,9 +132,9 @@ RULES: dict[str, Callable[[str], list[int]]] = {
 }
 
 
-def split_steps(response_ids: list[int], tokenizer, rule: str) -> tuple[list[int], int]:
-    """Token offsets at which the steps of a response end, the last one len(response_ids), and how
-    many boundaries had to move.
+def split_steps(response_ids: list[int], tokenizer, rule: str) -> tuple[list[int], list[bool]]:
+    """Token offsets at which the steps of a response end, the last one len(response_ids), and for
+    each boundary that the rule found in the text whether it had to move.
 
     Ids are never encoded again: a boundary inside a token moves to that token's end, steps that
     become empty vanish, special tokens (EOS) belong to the last step.
@@ -144,7 +144,7 @@ def split_steps(response_ids: list[int], tokenizer, rule: str) -> tuple[list[int
         return tokenizer.decode(response_ids[:num_tokens], skip_special_tokens=True)
 
     text = decode(len(response_ids))
-    ends, moved = [0], 0
+    ends, moved = [0], []
     for char_end in RULES[rule](text)[:-1]:
         # The first token after which the text up to the boundary is there. `startswith` and not a
         # comparison of lengths: half of a multi-byte character decodes to a replacement character
@@ -155,7 +155,7 @@ def split_steps(response_ids: list[int], tokenizer, rule: str) -> tuple[list[int
             lo=ends[-1],
             key=lambda num_tokens: decode(num_tokens).startswith(text[:char_end]),
         )
-        moved += len(decode(end)) > char_end
+        moved.append(len(decode(end)) > char_end)
         if ends[-1] < end < len(response_ids):
             ends.append(end)
     return [*ends[1:], len(response_ids)], moved

@@ -5,7 +5,7 @@ NAME=deepseekmath7b-math
 BASE=deepseek-ai/deepseek-math-7b-base
 TASK=math
 RANKS=8                              # App. C.8: 8 x H100 80 GB
-# official: ZeRO 2; the tokens are our estimate
+# official: ZeRO 2; the tokens are ours, an estimate
 MEMORY=(--zero-stage 2 --micro-batch-tokens 4096)
 MAX_MODEL_LEN=2500                   # Table 1
 NUM_PROBLEMS=11498                   # what is left to train on (docs/real_data.md)

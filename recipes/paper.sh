@@ -2,16 +2,19 @@
 #
 #   bash recipes/rho1b_math.sh sft               the checkpoint that the other seven start from
 #   bash recipes/rho1b_math.sh vineppo           or ppo, grpo, rloo, restem, dpo_pos
-#   bash recipes/rho1b_math.sh evaluate --model runs/vineppo-rho1b-math/hf
+#   bash recipes/rho1b_math.sh evaluate --model runs/vineppo-rho1b-math/best
 #
-# from the folder of the clone. What follows goes to the script (--seed 2, --resume auto or
-# --data-dir FOLDER). A flag that is not here has the script's default, which is the paper's. "Table"
-# and "App." are the paper's; "official" is the code that its authors released.
+# from the folder of the clone. What follows goes to the script: --resume auto, --data-dir FOLDER,
+# --seed 2 --output-dir runs/vineppo-rho1b-math-seed2. A flag that is not here has the script's
+# default, which is the paper's. "Table" and "App." are the paper's; "official" is the code that its
+# authors released; "ours" is neither.
 #
-# Not run by us: there was no GPU. A rough count says that all fits 80 GB but for PPO on
-# DeepSeekMath-7B, whose critic and its optimizer come on top (the official run moved optimizer
-# state to the CPU, which we do not have).
+# Not run by us: there was no GPU. The policy, its optimizer, the reference and vLLM share a GPU's
+# 80 GB; PPO on DeepSeekMath-7B will not fit, its critic comes on top (the official run moved
+# optimizer state to the CPU, which we do not have). dpo_pos.py holds all its responses, padded, in
+# the memory of each rank's host: some 12 GB a rank here.
 set -euo pipefail
+: "${TASK:?"this is a part of the other files: run rho1b_math.sh or one like it"}"
 METHOD=${1:?"which one? sft, vineppo, ppo, grpo, rloo, restem, dpo_pos or evaluate"}
 shift
 
@@ -21,35 +24,36 @@ SFT=(
   --num-epochs 3                           # App. C.3
   --warmup-fraction 0.06                   # App. C.3 (official: 2 epochs, 0.03)
   --learning-rate "$SFT_LEARNING_RATE"     # batches of 64 (App. C.3) are the default
-  --eval-every 50 --eval-problems 500
-  # App. C.3 takes the best on validation: `evaluate --split validation` on each epoch's checkpoint
-  --save-every "$SFT_STEPS_OF_AN_EPOCH" --keep-checkpoints 3
+  # App. C.3: the best checkpoint on validation, there by accuracy, here by loss, of each epoch's
+  --save-every "$SFT_STEPS_OF_AN_EPOCH" --eval-every "$SFT_STEPS_OF_AN_EPOCH" --eval-problems 500
 )
 SAMPLING=(
-  --max-response-len 1024                  # official
+  --max-response-len 1024                  # official; a prompt has what is left of MAX_MODEL_LEN
+                                           # (official: prompts of up to 1,512 tokens)
   --top-p 0.9                              # official: then sampler and trainer differ a little
   --stop $'\n\n\nProblem:'                 # official
 )
 RL=(
-  --model "runs/sft-$NAME/hf"
+  --model "runs/sft-$NAME/best"
   --learning-rate 1e-6                     # Tables 1, 2, 3
-  --minibatch-size 64                      # Table 1
-  --eval-problems 500 --eval-rounds 16     # as the paper reports; all of the validation problems
+  --minibatch-size 64                      # Table 1; official for RestEM and DPO-Positive
+  --gpu-memory-utilization 0.35            # ours
+  --eval-problems 500 --eval-rounds 16     # official: all validation problems, 16 rounds
 )
 POLICY_GRADIENT=(
   --num-prompts 64                         # Table 1
   --num-iterations "$NUM_ITERATIONS"
-  --eval-every 40 --save-every 40          # official, Rho-1B
+  --eval-every 40 --save-every 10          # official: PPO is evaluated, VinePPO saved that often
 )
 RESTEM=(
-  --num-prompts "$NUM_PROBLEMS"            # App. C.6: 8 responses for every problem
+  --num-prompts "$NUM_PROBLEMS"            # App. C.6: 8 responses for every problem (that fits)
   --num-iterations 10                      # Table 2
   --eval-every 500                         # Table 2
 )
 DPO=(
   --num-prompts "$NUM_PROBLEMS"            # App. C.6, Table 3: 64 responses and pairs each
   --beta "$DPO_BETA"
-  --eval-every "$DPO_SAVE_EVERY" --save-every "$DPO_SAVE_EVERY"
+  --eval-every "$DPO_SAVE_EVERY" --save-every "$DPO_SAVE_EVERY"  # official
 )
 # The authors' reply to the reviewers: on Rho-1B GRPO and RLOO needed a KL coefficient above PPO's
 # 1e-4, of those searched in Table 1; it does not say which. DeepSeekMath-7B has no such runs.
@@ -70,5 +74,6 @@ case $METHOD in
     ;;
 esac
 [ "$METHOD" = evaluate ] || OPTIONS+=("${MEMORY[@]}" --output-dir "runs/$METHOD-$NAME")
+[ -f "$METHOD.py" ] || { echo "error: run this from the folder of the clone" >&2; exit 1; }
 PATH="$PWD/.venv/bin:$PATH"
 torchrun --standalone --nproc-per-node "$RANKS" "$METHOD.py" "${DATA[@]}" "${OPTIONS[@]}" "$@"

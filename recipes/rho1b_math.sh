@@ -5,7 +5,7 @@ NAME=rho1b-math
 BASE=microsoft/rho-math-1b-v0.1
 TASK=math
 RANKS=4                              # App. C.8: 4 x A100 80 GB
-# official: ZeRO 0; the tokens are our estimate
+# official: ZeRO 0; the tokens are ours, an estimate
 MEMORY=(--zero-stage 0 --micro-batch-tokens 16384)
 MAX_MODEL_LEN=2048                   # Table 1
 NUM_PROBLEMS=11498                   # what is left to train on (docs/real_data.md)

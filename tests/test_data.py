@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common import UsageError, data
-from common.grading import grade, grade_boxed
+from common.grading import extract_boxed, grade, grade_boxed
 from tests.conftest import ROOT, read_jsonl
 
 DATA = os.path.join(ROOT, "..", "shared", "data")
@@ -120,6 +120,8 @@ def test_jsonl_with_bom_crlf_blank_lines_and_line_separators(tmp_path):
         ),
         (b"\xff\xfe{", "not UTF-8"),
         ("[" * 100_000, "train.jsonl:1: not JSON"),
+        ('{"id": 1' + "0" * 5000 + "}", "train.jsonl:1: not JSON"),
+        ('{"prompt": "\\ud800 x", "answer": "1"}', '"prompt" has half of a character'),
         ('{"prompt": "a", "answer": "yes"}\n', "train.jsonl:1: the answer 'yes' is no number"),
     ],
 )
@@ -181,9 +183,11 @@ def test_math_rows(tmp_path, capsys):
         ("[MATH_TASK] Problem:\nc\n\nSolution:", "(1,2)"),
     }
     said = capsys.readouterr().out
-    assert said.startswith("math, 4 rows: 2 train, 2 unusable: no answer in ")
+    assert "train.jsonl, 4 rows: 2 train, 2 without an answer (" in said
     assert "train.jsonl:2" in said and "train.jsonl:4" in said and "train.jsonl:1" not in said
-    with pytest.raises(UsageError, match="500 of the 500 validation problems of math are not in"):
+    with pytest.raises(
+        UsageError, match="500 of the validation problems of math are not in its training"
+    ):
         data.load_problems("math", "validation", str(tmp_path))
 
 
@@ -211,7 +215,7 @@ def test_math_split(tmp_path, capsys):
     splits = {name: data.load_problems("math", name, MATH) for name in data.SPLITS}
     assert [len(problems) for problems in splits.values()] == [11_498, 11_498, 500, 500]
     assert (
-        "12000 rows: 11498 train, 500 validation, 2 unusable: no answer" in capsys.readouterr().out
+        "12000 rows: 11498 train, 500 validation, 2 without an answer (" in capsys.readouterr().out
     )
     train, validation, test = ({p.prompt for p in splits[s]} for s in data.SPLITS[1:])
     assert not train & validation and not train & test and not validation & test
@@ -240,9 +244,30 @@ def test_committed_splits_are_the_smallest_fingerprints():
         once = sorted(key for key, times in Counter(keys).items() if times == 1)
         committed = splits[task]["validation"]
         assert committed == [key for key in once if key <= committed[-1]]
+        test = [data.fingerprint(row[field]) for row in read_jsonl(f"{folder}/test.jsonl")]
+        assert splits[task]["test"] == sorted(test)
     assert [len(s["validation"]) for s in splits.values()] == [373, 500]
-    test = [data.fingerprint(row["problem"]) for row in read_jsonl(f"{MATH}/test.jsonl")]
-    assert splits["math"]["test"] == sorted(test)
+
+
+@needs_data
+def test_what_would_mix_the_splits_is_refused(tmp_path):
+    train, test = (read_jsonl(f"{MATH}/{name}.jsonl") for name in ("train", "test"))
+
+    def refused(split, name, rows, message):
+        folder = tmp_path / str(len(os.listdir(tmp_path)))
+        folder.mkdir()
+        write(folder, "".join(json.dumps(row) + "\n" for row in rows), f"{name}.jsonl")
+        with pytest.raises(UsageError, match=re.escape(message)):
+            data.load_problems("math", split, str(folder))
+
+    # MATH-500 in another wording would not be taken out of the 12,500
+    changed = [{**row, "problem": row["problem"].rstrip("?.")} for row in test]
+    refused("train", "train", train + changed, "of the 500 test problems are recognized in it")
+    refused("test", "test", train[:500], "not the test set of math: 500 of its 500 problems are mi")
+    refused("test", "test", test[:100], "400 of its 500 problems are missing, 0 others are there")
+    empty = [row for row in train if not extract_boxed(row["solution"])]
+    assert len(empty) == 2
+    refused("train", "train", empty, "no usable problem for train")
 
 
 # ---- the hub -------------------------------------------------------------------------------------
@@ -308,7 +333,8 @@ def test_the_hub_gives_the_same_splits(task, tmp_path):
     hub, folder = (result.stdout.splitlines() for result in (hub, folder))
     assert hub[-1] == folder[-1]
     if task == "math":
-        assert hub[0].startswith("math, 12500 rows: 11498 train, 500 validation, 500 test, 2 unus")
+        said = "math from the hub, 12500 rows: 11498 train, 500 validation, 500 test, 2 without an"
+        assert hub[0].startswith(said) and len(hub) == 3  # each file is read once
 
 
 def test_without_a_network(tmp_path):

@@ -336,10 +336,25 @@ def test_a_worker_that_dies_or_hangs_is_replaced_counted_and_said(monkeypatch, c
     assert not worker.equal("1/3", "0.5")
     monkeypatch.undo()
     assert worker.equal("1/2", "0.5")
-    assert worker.failures == {"timeout": 1, "crash": 1}
+    assert worker.failures == {"timeout": 1, "crash": 1, "repeat": 0}
+    assert worker.take_failures() == 2 and worker.take_failures() == 0
     warnings = capfd.readouterr().err
     assert "warning: crash grading" in warnings and "warning: timeout grading '1/3'" in warnings
     worker.stop()
+
+
+def test_a_failure_counts_as_often_as_it_makes_an_answer_wrong(monkeypatch):
+    """And is forgotten then: a machine that was busy for a moment decides nothing for good."""
+    monkeypatch.setattr(grading, "cache", {})
+    grading.worker.take_failures()
+    pairs = [(r"\boxed{1/2}", "0.5")] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(grading, "TIME_LIMIT", 1e-9)
+        assert [grade_boxed(*pair) for pair in pairs] == [0, 0, 0]
+    assert grading.worker.failures == {"timeout": 1, "crash": 0, "repeat": 2}
+    assert grading.worker.take_failures() == 3
+    assert [grade_boxed(*pair) for pair in pairs] == [1, 1, 1]
+    assert grading.worker.take_failures() == 0
 
 
 def test_the_worker_ends_with_its_parent():
@@ -381,7 +396,7 @@ def test_grading_a_file(tmp_path):
     path.write_text("\n\n".join(map(json.dumps, rows)))
     output = call("-m", "common.grading", str(path)).stdout
     assert output.startswith("accuracy 0.500 (2/4)\nd: True, expected False: ")
-    assert "time-outs 0, crashes 0" in output
+    assert "failures: timeout 0, crash 0, repeat 0" in output
     path.write_text(json.dumps(rows[0]) + "\n{}")
     assert (
         f"{path}:2: not a row to grade"

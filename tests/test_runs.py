@@ -1,5 +1,6 @@
 """The scripts with their real engines: runs, kills and resumes, ranks, sampler and trainer."""
 
+import argparse
 import filecmp
 import functools
 import json
@@ -47,8 +48,31 @@ def test_a_run_leaves_what_it_should(finished, sft_model):
     names = sorted(os.listdir(folder / "checkpoints"))
     assert names == ["iteration_000002", "iteration_000004"]
     assert os.path.realpath(folder / "hf").endswith("iteration_000004/hf")
+    assert os.path.isfile(folder / "best/model.safetensors")
     assert not filecmp.cmp(f"{sft_model}/model.safetensors", folder / "hf/model.safetensors", False)
     assert os.listdir(folder / "tensorboard")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "best"),
+    [
+        ([{"eval/pass@1": x} for x in (0.1, 0.4, 0.4, 0.2)], 4),  # the first of equals
+        ([{"eval/loss": x} for x in (0.9, 0.5, 0.2, 0.3)], 6),
+        ([{}, {}, {}, {}], 8),
+    ],
+)
+def test_the_best_checkpoint_stays(metrics, best, tmp_path):
+    logger = run.Run.__new__(run.Run)
+    logger.folder, logger.args = str(tmp_path), argparse.Namespace(keep_checkpoints=1)
+    lines = [{"iteration": i + 1} for i in range(8)]
+    for line, more in zip(lines[1::2], metrics, strict=True):
+        line |= more
+        (tmp_path / f"checkpoints/iteration_{line['iteration']:06d}/hf").mkdir(parents=True)
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        logger.tidy_up()
+    assert logger.checkpoints() == sorted({best, 8})
+    for name, iteration in (("hf", 8), ("best", best)):
+        assert os.path.realpath(tmp_path / name) == f"{logger.path(iteration)}/hf"
 
 
 def test_episodes_are_readable_and_their_credit_adds_up(finished):

@@ -202,7 +202,7 @@ def test_boundaries_are_where_the_text_says_on_tokens(tokenizer):
     assert ends[-1] == len(ids)
     texts = steps.step_texts(ids, ends, tokenizer)
     assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=True)
-    assert len(texts) == 3 and moved == 0
+    assert len(texts) == 3 and moved == [False, False]
     assert texts[0].endswith("then\n") and texts[1].endswith("now\n")
 
 
@@ -214,12 +214,12 @@ def test_tokens_that_straddle_a_boundary_move_it():
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     # "a\nbc": one boundary, after "\n", inside token 2
-    assert steps.split_steps([0, 2, 4, 5], fast, "line") == ([2, 4], 1)
+    assert steps.split_steps([0, 2, 4, 5], fast, "line") == ([2, 4], [True])
     # "a\n\nc": boundaries after each newline, both inside or at the end of token 3
-    assert steps.split_steps([0, 3, 4], fast, "line") == ([2, 3], 1)
+    assert steps.split_steps([0, 3, 4], fast, "line") == ([2, 3], [True, False])
     # the boundary moves to the end of the response: no step is empty
-    assert steps.split_steps([0, 2], fast, "line") == ([2], 1)
-    assert steps.split_steps([5], fast, "line") == ([1], 0)
+    assert steps.split_steps([0, 2], fast, "line") == ([2], [True])
+    assert steps.split_steps([5], fast, "line") == ([1], [])
 
 
 def test_random_ids_never_raise_and_no_step_is_empty(tokenizer):
