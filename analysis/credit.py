@@ -146,7 +146,7 @@ def as_text(title: str, episode: dict, coloured: bool) -> str:
         if coloured:
             background = ";".join(map(str, colour(step["VinePPO"])))
             text = f"\x1b[48;2;{background};38;2;0;0;0m{text}\x1b[0m"
-        numbers = (f"{step[name]:>9{form}}" for name, form in columns(episode).items())
+        numbers = (f"{step[name]:{form}}".rjust(9) for name, form in columns(episode).items())
         lines.append("".join(numbers) + f"  {text}")
     return "\n".join([*lines, f"reward {episode['reward']:g}"]) + "\n"
 

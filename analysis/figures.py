@@ -171,7 +171,7 @@ def draw_ablations(
             if name == method:
                 label = f"{NAMES[method]}, temperature {temperature:g}"
                 draw_band(panel, curves, "iteration", COLOURS[method], label)
-                panel.lines[-1].set(linestyle=TEMPERATURES[temperature], marker=None)
+                panel.lines[-1].set(linestyle=TEMPERATURES[temperature], marker="")
         panel.set(xlabel="iteration")
     for panel in panels.flat:
         panel.set(ylim=(0, 1))

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ppo
-from analysis import credit, values
+from analysis import credit, figures, values
 from analysis.exact import exact_values, read_prompt
 from common import data
 from common.sampling import Sample
@@ -302,3 +302,46 @@ def test_the_page_in_a_browser(tmp_path):
     assert "<title>Credit</title>" in page  # no script ran
     assert "<script" not in page and "<img" not in page and "&lt;script&gt;" in page
     assert page.count("<td") == 4 and "-1.00" in page and "+0.50" in page
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def made_up_run(shift: float) -> dict:
+    """{iteration: (states, actions)}: VinePPO's error is 0.01 + shift, the group's 0.4."""
+    states = [
+        {"truth": t, "vineppo": t + 0.01 + shift, "grpo": t - 0.4, "rloo": t - 0.4}
+        | {"step": i, "steps": 4}
+        for i, t in enumerate((0.1, 0.5, 0.9, 0.3))
+    ]
+    options = [{"truth": t, "vineppo": t, "grpo": 0.0, "rloo": 0.0} for t in (0.1, 0.5, 0.9)]
+    return {iteration: (states, [options]) for iteration in (4, 20)}
+
+
+def test_figures_of_constructed_runs(tmp_path):
+    found = {"vineppo": [made_up_run(0.0), made_up_run(0.02)], "grpo": [made_up_run(0.0)]}
+    summary = figures.summarize(found, (4, 20))
+    assert [curve[0]["mae"] for curve in summary["vineppo"]] == pytest.approx([0.01, 0.03])
+    assert summary["vineppo"][0][1]["top"] == 1
+    assert summary["grpo"][0][1]["top"] == summary["grpo"][0][1]["chance"] == pytest.approx(1 / 3)
+    curve = [{"iteration": i, "tokens": 1e5 * i, "pass@1": i / 20} for i in range(0, 21, 2)]
+    of_k = {k: [curve, curve] for k in figures.KS}
+    of_temperature = {(m, t): [curve] for m in ("vineppo", "ppo") for t in figures.TEMPERATURES}
+    figures.draw_scatter(found, (4, 20), str(tmp_path / "values.png"))
+    figures.draw_positions(found, (4, 20), str(tmp_path / "positions.png"))
+    figures.draw_accuracy(summary, str(tmp_path / "accuracy.png"))
+    figures.draw_ablations(of_k, of_temperature, str(tmp_path / "ablations.png"))
+    for name in ("values", "positions", "accuracy", "ablations"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        assert "<svg" in (tmp_path / f"{name}.svg").read_text()
+    fit = {"responses": 64, "explained": 0.5, "mae": 0.125}
+    figures.write_tables(summary, of_k, of_temperature, (4, 20), fit, str(tmp_path / "figures.md"))
+    text = (tmp_path / "figures.md").read_text()
+    assert "| VinePPO | 0.02 (0.01 to 0.03) | 1.00 (1.00 to 1.00) |" in text
+    assert "| VinePPO, K = 9 | 1.00 (1.00 to 1.00) | 2000 |" in text
+
+
+def test_figures_without_runs(tmp_path):
+    result = call("-m", "analysis.figures", "--folder", str(tmp_path), fails=True)
+    assert "results.json: no such file; `make compare` (or compare-quick) makes it" in result.stderr
+    assert "Traceback" not in result.stderr
