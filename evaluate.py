@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from common import data, run, sampling
+from common import data, grading, run, sampling
 
 
 # ==== 2. arguments ================================================================================
@@ -100,11 +100,13 @@ def main(args: Args) -> None:
     )
     low, high = bootstrap_interval(scores, args.seed)
     result = {"pass@1": sum(scores) / len(scores), "interval": [low, high], **asdict(args)}
+    result["grading_failures"] = sum(run.gather([grading.worker.take_failures()]))
     if rank == 0:
         print(
             f"pass@1 ({args.split}, {len(problems)} problems, {args.rounds} rounds): "
             f"{result['pass@1']:.3f}, 95 % interval {low:.3f} to {high:.3f} "
-            f"({num_loaded - len(problems)} problems dropped for their prompt's length)"
+            f"({num_loaded - len(problems)} problems dropped for their prompt's length, "
+            f"{result['grading_failures']} answers counted as wrong because grading failed)"
         )
         if args.output:
             os.makedirs(os.path.dirname(os.path.abspath(args.output)), exist_ok=True)

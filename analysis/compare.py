@@ -56,7 +56,7 @@ NAMES = {method: name for method, (name, _) in STYLES.items()}
 COLOURS = {method: colour for method, (_, colour) in STYLES.items()}
 EPISODES = 64  # of an iteration of the policy-gradient scripts
 START, END = "<!-- compare -->", "<!-- end of compare -->"
-Runs = dict[tuple[str, float, int], str]  # (method, learning rate, seed) -> folder
+Runs = dict[tuple, str]  # (method, learning rate, seed, further flags ...) -> folder
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -103,24 +103,19 @@ def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
             raise
 
 
-def train(
-    wanted: list[tuple[str, float, int]],
-    folder: str,
-    jobs: int,
-    bar: tqdm,
-    extra: tuple[str, ...] = (),
-) -> Runs:
-    """The runs that are not finished yet, with `extra` flags; engine states go when a run is
-    finished. Raises UsageError for one that another command, or SFT checkpoint, has made."""
-    suffix = "".join(extra).replace("--", "-")
-    runs = {key: f"{folder}/{key[0]}-lr{key[1]:g}-seed{key[2]}{suffix}" for key in wanted}
+def plan(wanted: list[tuple], folder: str) -> tuple[Runs, dict[str, list[str]]]:
+    """({key: folder of its run}, the commands, as `run_all` takes them, of those that are not
+    finished). Raises UsageError for a run that another command, or SFT checkpoint, has made."""
     with open(f"{SFT}/hf/model.safetensors", "rb") as file:
         weights = hashlib.sha256(file.read()).hexdigest()
-    commands = {}
-    for (method, rate, seed), path in runs.items():
+    runs, commands = {}, {}
+    for key in wanted:
+        method, rate, seed, *flags = key
+        suffix = "".join(flags).replace("--", "-")
+        path = runs[key] = f"{folder}/{method}-lr{rate:g}-seed{seed}{suffix}"
         command = [f"{method}.py", "--model", f"{SFT}/hf", "--output-dir", path]
         command += ["--seed", str(seed), "--learning-rate", f"{rate:g}"]
-        command += [*METHODS[method], *EVALUATION, *extra]
+        command += [*METHODS[method], *EVALUATION, *flags]
         origin = f"{' '.join(command)} of {weights}\n"
         if os.path.exists(f"{path}.origin"):
             with open(f"{path}.origin") as file:
@@ -131,11 +126,22 @@ def train(
         if not os.path.exists(f"{path}/finished"):
             resume = "auto" if os.path.exists(f"{path}/args.json") else "no"
             commands[f"{path}.log"] = [*command, "--resume", resume]
-    run_all(commands, jobs, bar)
+    return runs, commands
+
+
+def drop_engine_states(runs: Runs) -> None:
+    """What only a resume needs; weights stay."""
     for path in runs.values():
         for engine in ("policy", "critic"):
             for state in glob.glob(f"{path}/checkpoints/*/{engine}"):
                 shutil.rmtree(state)
+
+
+def train(wanted: list[tuple], folder: str, jobs: int, bar: tqdm) -> Runs:
+    """Makes the runs that are not finished yet."""
+    runs, commands = plan(wanted, folder)
+    run_all(commands, jobs, bar)
+    drop_engine_states(runs)
     return runs
 
 
@@ -435,8 +441,10 @@ def main(
     measure_kl({path: c for m in methods for path, c in zip(paths[m], curves[m], strict=True)})
     bar.close()
     write_results(output, curves, scores, best, test, sft, seeds, jobs)
-    with open(f"{folder}/results.json", "w") as file:  # for analysis/figures.py
-        json.dump({"paths": paths, "best": best, "start": start, "seeds": seeds}, file)
+    with open(f"{folder}/results.json.tmp", "w") as file:  # for analysis/figures.py
+        found = {"paths": paths, "best": best, "start": start, "seeds": seeds, "curves": curves}
+        json.dump(found, file)
+    os.replace(f"{folder}/results.json.tmp", f"{folder}/results.json")
     draw(curves, scores, f"{output}/results.png")
     print(f"{output}/results.md")
 

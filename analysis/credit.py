@@ -9,7 +9,7 @@ needs no network: of the right ones that with the step that gained most, of the 
 the step that lost most, and any. Advantages are those of the scripts, before whitening:
 
     VinePPO   V(s_{i+1}) - V(s_i), measured
-    PPO       the mean over the step's tokens of R - V_t (gamma = lambda = 1), with a critic
+    PPO       the mean over the step's tokens of its advantage (R - V_t if gamma = lambda = 1)
     GRPO      (R - mean) / std of the group, the same for each step
 """
 
@@ -46,26 +46,45 @@ class Args:
 
 
 @torch.no_grad()
-def give_credit(prober: values.Prober, problems, prompts) -> list[dict]:
+def give_credit(
+    prober: values.Prober, problems, prompts, cap: int = 0, gae: tuple[float, float] = (1.0, 1.0)
+) -> list[dict]:
     """All responses to the prompts, G in a row for each: prompt, answer, reward and steps, each
-    with its text, value (VinePPO's), critic (PPO's, of the state it starts in) and advantages."""
+    with its text, value (VinePPO's), critic (PPO's, of the state it starts in) and advantages.
+    `cap`: --max-steps-valued of vineppo.py; `gae`: --gamma and --gae-lambda of ppo.py."""
     args = prober.args
-    groups = prober.roll_out(prompts, [[]] * len(prompts), args.group_size, args.seed)
+    seeds = (run.seed_of(args.seed, name) for name in ("responses", "rollouts"))
+    groups = prober.roll_out(prompts, [[]] * len(prompts), args.group_size, next(seeds))
     rows = [
         (problem, prompt, sample.ids, reward)
         for problem, prompt, group in zip(problems, prompts, groups, strict=True)
         for sample, reward in zip(group, prober.grade([], group, problem.answer), strict=True)
     ]
+    require(all(ids for *_, ids, _ in rows), "a response is empty: nothing to give credit to")
     ends = [
         steps.split_steps(ids, prober.tokenizer, prober.task.step_rule)[0] for *_, ids, _ in rows
     ]
+    ends = [of_row[:-1][: cap - 1] + of_row[-1:] if cap else of_row for of_row in ends]
     starts = [[0, *of_row[:-1]] for of_row in ends]
-    states = [(row, start) for row, of_row in enumerate(starts) for start in of_row]
-    prefixes = [rows[row][2][:start] for row, start in states]
-    rollouts = prober.roll_out([rows[row][1] for row, _ in states], prefixes, args.k, args.seed + 1)
-    measured: list[list[float]] = [[] for _ in rows]
-    for (row, _), prefix, group in zip(states, prefixes, rollouts, strict=True):
-        measured[row].append(sum(prober.grade(prefix, group, rows[row][0].answer)) / args.k)
+    keys = [
+        [(*prompt, -1, *ids[:start]) for start in of_row]
+        for (_, prompt, ids, _), of_row in zip(rows, starts, strict=True)
+    ]
+    states: dict[tuple, tuple[int, int]] = {}  # equal ones once, as vineppo.py shares them
+    for row, of_row in enumerate(keys):
+        for key, start in zip(of_row, starts[row], strict=True):
+            states.setdefault(key, (row, start))
+    prefixes = [rows[row][2][:start] for row, start in states.values()]
+    prompts_of = [rows[row][1] for row, _ in states.values()]
+    value_of = {}
+    for (key, (row, _)), prefix, group in zip(
+        states.items(),
+        prefixes,
+        prober.roll_out(prompts_of, prefixes, args.k, next(seeds)),
+        strict=True,
+    ):
+        value_of[key] = sum(prober.grade(prefix, group, rows[row][0].answer)) / args.k
+    measured = [[value_of[key] for key in of_row] for of_row in keys]
 
     rewards = torch.tensor([reward for *_, reward in rows])
     lengths = torch.tensor([len(ids) for *_, ids, _ in rows])
@@ -81,7 +100,7 @@ def give_credit(prober: values.Prober, problems, prompts) -> list[dict]:
         prompt_lens = torch.tensor([len(prompt) for _, prompt, *_ in rows])
         inputs = [x.to(prober.critic.device) for x in (ids, prompt_lens, mask)]
         learnt = ppo.compute_values(prober.critic, *inputs).cpu()  # (B, T)
-        advantages["PPO"] = ppo.compute_advantages(rewards, learnt, mask, 1.0, 1.0)
+        advantages["PPO"] = ppo.compute_advantages(rewards, learnt, mask, *gae)
     advantages["GRPO"] = grpo.compute_advantages(rewards, args.group_size, mask)
     episodes = []
     for row, (problem, _, response, reward) in enumerate(rows):
@@ -93,8 +112,8 @@ def give_credit(prober: values.Prober, problems, prompts) -> list[dict]:
                 step["critic"] = learnt[row, start].item()
             step |= {name: a[row, start:end].mean().item() for name, a in advantages.items()}
             shown.append(step)
-        episodes.append({"prompt": problem.prompt, "answer": problem.answer, "steps": shown})
-        episodes[-1]["reward"] = reward
+        episode = {"prompt": problem.prompt, "answer": problem.answer, "reward": reward}
+        episodes.append({**episode, "steps": shown})
     return episodes
 
 
@@ -191,16 +210,23 @@ def as_page(chosen: dict[str, dict], source: str) -> str:
 def main(args: Args) -> None:
     run.check_at_least_1(args, "num_prompts", "k")
     settings = values.Args(num_prompts=args.num_prompts, k=args.k, seed=args.seed)
-    settings, checkpoints = values.read_run(args.run, settings)
-    critic = ""
+    settings, checkpoints, saved = values.read_run(args.run, settings)
+    critic, of_critic = "", saved
     if args.critic:
-        _, of_critic = values.read_run(args.critic, settings)
-        critic = os.path.join(os.path.dirname(of_critic[max(of_critic)]), "critic.safetensors")
+        _, found, of_critic = values.read_run(args.critic, settings)
+        same = all(of_critic.get(name) == saved[name] for name in ("model", "task"))
+        require(
+            of_critic["script"] == "ppo" and same,
+            f"--critic {args.critic}: not a run of ppo.py from {saved['model']} on {saved['task']}",
+        )
+        critic = os.path.join(os.path.dirname(found[max(found)]), "critic.safetensors")
         require(os.path.exists(critic), f"--critic {args.critic}: {critic} is not there")
     model = checkpoints[max(checkpoints)]
     prober, problems, prompts = values.set_up(settings, model)
     prober.use(model, critic)
-    chosen = choose(give_credit(prober, problems, prompts), args.seed)
+    gae = of_critic.get("gamma", 1.0), of_critic.get("gae_lambda", 1.0)
+    episodes = give_credit(prober, problems, prompts, saved.get("max_steps_valued", 0), gae)
+    chosen = choose(episodes, args.seed)
     for title, episode in chosen.items():
         print(as_text(title, episode, coloured=sys.stdout.isatty()))
     output = args.output or os.path.join(args.run, "credit.html")

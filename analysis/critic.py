@@ -1,7 +1,7 @@
 """Can PPO's critic learn values at all? Fitted to exact ones, on the embedded task: a check that
 its failure in training is not a mistake of ours.
 
-    python -m analysis.critic --model runs/sft/hf
+    python -m analysis.critic --model runs/vineppo-chain-seed1/hf
 
 The critic of ppo.py (the checkpoint with a scalar head), its `compute_values` and its loss's square
 learn the exact value (dynamic programming) of the state before every token of many responses, a
@@ -10,6 +10,7 @@ thousandth of that: for each response one reward, right or wrong, of a policy th
 """
 
 import json
+import os
 import statistics
 
 import torch
@@ -37,9 +38,9 @@ def token_values(episode: Episode, values: torch.Tensor, equals: int) -> torch.T
 
 
 def main(
-    model: str = "runs/sft/hf",
+    model: str,
     num_responses: int = 8_000,
-    epochs: int = 4,
+    epochs: int = 12,
     learning_rate: float = 1e-3,
     temperature: float = 0.6,
     seed: int = 1,
@@ -103,10 +104,8 @@ def main(
         optimizer.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
         if (step + 1) % 50 == 0 or step + 1 == len(steps):
-            curve.append((64 * (step + 1), score()))
-            bar.write(
-                f"{curve[-1][0]} responses: explained variance {curve[-1][1]['explained']:.2f}"
-            )
+            curve.append((step + 1, score()))
+            bar.write(f"{curve[-1][0]} steps: explained variance {curve[-1][1]['explained']:.2f}")
     last = curve[-1][1]
     print(
         f"critic fitted to exact values of {len(train)} responses, {epochs} times: on "
@@ -115,8 +114,10 @@ def main(
         f"{statistics.mean(v for _, values in held_out for v in values.tolist()):.3f})"
     )
     if output:
-        with open(output, "w") as file:
-            json.dump(curve, file)
+        result = {"model": model, "responses": len(train), "epochs": epochs, "curve": curve}
+        with open(output + ".tmp", "w") as file:
+            json.dump(result, file)
+        os.replace(output + ".tmp", output)
 
 
 def batches_of(num_items: int, seed: int, epoch: int) -> list[list[int]]:

@@ -12,22 +12,29 @@ import os
 import statistics
 from dataclasses import dataclass
 
-import matplotlib
 import torch
 import tyro
+from matplotlib import pyplot as plt
 from tqdm import tqdm
 
 from analysis import values
-from analysis.compare import COLOURS, NAMES, draw_band, read_curve, run_all, save, table, train
+from analysis.compare import (
+    COLOURS,
+    NAMES,
+    draw_band,
+    drop_engine_states,
+    plan,
+    read_curve,
+    run_all,
+    save,
+    table,
+)
 from common import require
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
 KS = {1: "#a6cee3", 3: "#56a0d3", 9: "#0b4f8a"}
+TRUTH = values.Args.truth
 TEMPERATURES = {0.6: "-", 0.8: "--", 1.0: ":"}
-VALUED = {"vineppo": ("vineppo",), "ppo": ("ppo",), "grpo": ("grpo", "rloo")}  # of whose runs
-CRITIC = "critic_fit.json"
+OWN_STATES = ("vineppo", "ppo", "grpo", "rloo")  # each estimator on the states of its own runs
 
 
 @dataclass
@@ -36,7 +43,7 @@ class Args:
     """where `make compare` left its runs; default runs/compare, or else runs/quick"""
     output: str = ""
     """where the figures and figures.md go; default docs, or runs/quick for those of runs/quick"""
-    iterations: tuple[int, ...] = (4, 8, 14, 20)
+    iterations: tuple[int, ...] = (4, 12, 20)
     """checkpoints whose values are analysed"""
     jobs: int = torch.cuda.device_count() or min(2, os.cpu_count() or 1)
 
@@ -45,17 +52,16 @@ class Args:
 
 
 def read_values(paths: dict[str, list[str]], iterations: tuple[int, ...]) -> dict[str, list]:
-    """{estimator: [for each seed {iteration: (states, actions)}]}, of the method's own runs."""
+    """{method: [for each seed {iteration: (states, actions)}]}."""
     found: dict[str, list] = {}
-    for method, estimators in VALUED.items():
-        for path in paths.get(method, []):
+    for method in OWN_STATES:
+        for path in paths[method]:
             of_run = {}
             for iteration in iterations:
                 with open(f"{path}/values/iteration_{iteration:06d}.json") as file:
                     result = json.load(file)
                 of_run[iteration] = result["states"], result["actions"]
-            for estimator in estimators:
-                found.setdefault(estimator, []).append(of_run)
+            found.setdefault(method, []).append(of_run)
     return found
 
 
@@ -77,7 +83,6 @@ def draw_scatter(found: dict[str, list], iterations: tuple[int, ...], output: st
             panel.plot([0, 1], [0, 1], "-", color="#bbbbbb", lw=1)
             panel.plot(truth, predicted, "o", ms=3, mew=0, alpha=0.35, color=COLOURS[estimator])
             mae = values.measure(truth, predicted)["mae"]
-            panel.set(ylim=(-0.1, 1.1))
             panel.set_title(f"{NAMES[estimator]}, iteration {iteration}\nMAE {mae:.3f}", fontsize=9)
         row[0].set_ylabel("predicted value")
     for panel in panels[-1]:
@@ -105,19 +110,22 @@ def draw_positions(found: dict[str, list], iterations: tuple[int, ...], output: 
     save(figure, output)
 
 
-def summarize(found: dict[str, list], iterations: tuple[int, ...]) -> dict[str, list[list[dict]]]:
-    """{estimator: [for each seed, for each iteration: its measures]}."""
+def summarize(
+    found: dict[str, list], estimators: tuple[str, ...], iterations: tuple[int, ...]
+) -> dict[str, list[list[dict]]]:
+    """{estimator: [for each seed, for each iteration: its measures]}, on the states that `found`
+    has under its name."""
     summary: dict[str, list] = {}
-    for estimator, runs in found.items():
-        for of_run in runs:
+    for estimator in estimators:
+        for of_run in found[estimator]:
             points = []
             for iteration in iterations:
                 states, actions = of_run[iteration]
                 truth, predicted = ([s[name] for s in states] for name in ("truth", estimator))
                 point = {"iteration": iteration, **values.measure(truth, predicted)}
-                point["top"], point["chance"], decided = values.rank_actions(actions, estimator)
-                if not decided:
-                    del point["top"], point["chance"]
+                top, chance, point["decided"] = values.rank_actions(actions, estimator, TRUTH)
+                if point["decided"]:
+                    point |= {"top": top, "chance": chance}
                 points.append(point)
             summary.setdefault(estimator, []).append(points)
     return summary
@@ -134,21 +142,41 @@ def draw_accuracy(summary: dict[str, list], output: str) -> None:
     }
     for panel, (name, label) in zip(panels.flat, labels.items(), strict=True):
         for estimator, curves in summary.items():
-            # the group's mean ranks nothing: its top action is chance, on GRPO's and RLOO's runs
             style = COLOURS[estimator], NAMES[estimator]
             draw_band(panel, curves, "iteration", *style, name)
             if name == "top":
                 chance = [p["chance"] for curve in curves for p in curve if "chance" in p]
-                panel.axhline(statistics.mean(chance), color=COLOURS[estimator], lw=1, ls=":")
+                if chance:
+                    panel.axhline(statistics.mean(chance), color=COLOURS[estimator], lw=1, ls=":")
         panel.set_ylabel(label)
         panel.grid(alpha=0.3)
     panels[0, 1].set(ylim=(0, 1))
-    panels[1, 0].set(ylim=(-1.5, 1.05))
     panels[1, 1].set(ylim=(0, 1.05))
     for panel in panels[1]:
         panel.set_xlabel("iteration")
         panel.xaxis.get_major_locator().set_params(integer=True)
     panels[0, 0].legend()
+    save(figure, output)
+
+
+def draw_curves(curves: dict[str, list[list[dict]]], output: str) -> None:
+    """Figures 5, 6, 7 and C.4: accuracy by iteration, KL, seconds and training reward."""
+    figure, panels = plt.subplots(2, 2, figsize=(9, 7), layout="constrained", sharey=True)
+    axes = {
+        "iteration": "sampled episodes / 64",
+        "kl": "KL(policy, SFT checkpoint), nats a demonstration",
+        "seconds": "seconds of training",
+        "reward": "mean reward of the next samples, training prompts",
+    }
+    for panel, (axis, label) in zip(panels.flat, axes.items(), strict=True):
+        for method, seeds in curves.items():
+            draw_band(panel, seeds, axis, COLOURS[method], NAMES[method])
+        panel.set(xlabel=label, ylim=(0, 1))
+        panel.grid(alpha=0.3)
+    panels[1, 0].set_xscale("symlog", linthresh=10)
+    for panel in panels[:, 0]:
+        panel.set_ylabel("pass@1, validation, temperature 0.35")
+    panels[0, 0].legend(fontsize=9)
     save(figure, output)
 
 
@@ -164,7 +192,7 @@ def draw_ablations(
         draw_band(panels[0, 0], curves, "iteration", KS[k], f"VinePPO, K = {k}")
         draw_band(panels[0, 1], curves, "tokens", KS[k], f"VinePPO, K = {k}")
     panels[0, 0].set(xlabel="iteration")
-    panels[0, 1].set(xlabel="tokens sampled, rollouts included", xscale="symlog")
+    panels[0, 1].set(xlabel="tokens sampled, rollouts included")
     panels[0, 1].set_xscale("symlog", linthresh=1e4)
     for panel, method in zip(panels[1], ("vineppo", "ppo"), strict=True):
         for (name, temperature), curves in of_temperature.items():
@@ -182,27 +210,37 @@ def draw_ablations(
     save(figure, output)
 
 
-def spread(numbers: list[float], form: str = ".2f") -> str:
+def spread(numbers: list[float], form: str = ".3f") -> str:
     if not numbers:
         return "-"
     return f"{statistics.mean(numbers):{form}} ({min(numbers):{form}} to {max(numbers):{form}})"
 
 
-def write_tables(summary, of_k, of_temperature, iterations, fit: dict, output: str) -> None:
+def value_rows(summary: dict[str, list], iteration: int) -> list[list[str]]:
+    rows = []
+    for estimator, curves in summary.items():
+        points = [p for curve in curves for p in curve if p["iteration"] == iteration]
+        names = ("mae", "close", "explained", "top", "chance")
+        cells = [spread([p[name] for p in points if name in p]) for name in names]
+        rows.append([NAMES[estimator], *cells, str(sum(p["decided"] for p in points) or "-")])
+    return rows
+
+
+def write_tables(summary, shared, of_k, of_temperature, iterations, fit: dict, output: str) -> None:
     """The figures' numbers, mean (lowest to highest) over seeds."""
-    header = ["", "MAE", "within 0.05", "explained variance", "top action", "its chance"]
+    header = ["", "MAE", "within 0.05", "explained variance", "top action", "its chance", "states"]
     text = ""
-    for iteration in (iterations[0], iterations[-1]):
-        rows = []
-        for estimator, curves in summary.items():
-            points = [p for curve in curves for p in curve if p["iteration"] == iteration]
-            names = ("mae", "close", "explained", "top", "chance")
-            cells = [spread([p[name] for p in points if name in p]) for name in names]
-            rows.append([NAMES[estimator], *cells])
-        text += f"Values at iteration {iteration}:\n\n{table(header, rows)}\n"
+    for iteration in iterations:
+        rows = value_rows(summary, iteration)
+        text += f"Iteration {iteration}, each on its own runs:\n\n{table(header, rows)}\n"
+    rows = value_rows(shared, iterations[-1])
+    text += f"All four on the states of PPO's runs, iteration {iterations[-1]}:\n\n"
+    text += f"{table(header, rows)}\n"
+    last = fit["curve"][-1][1]
     text += (
-        f"PPO's critic fitted to exact values of {fit['responses']} responses: explained variance "
-        f"{fit['explained']:.2f}, MAE {fit['mae']:.3f} on other prompts.\n\n"
+        f"PPO's critic fitted to exact values of {fit['responses']} responses, {fit['epochs']} "
+        f"times, of {fit['model']}: on other prompts explained variance {last['explained']:.2f}, "
+        f"MAE {last['mae']:.3f}.\n\n"
     )
     rows = [
         [
@@ -225,9 +263,8 @@ def write_tables(summary, of_k, of_temperature, iterations, fit: dict, output: s
 def main(args: Args) -> None:
     if not args.folder:
         has_all = os.path.exists("runs/compare/results.json")
-        args.folder, output = ("runs/compare", "docs") if has_all else ("runs/quick", "runs/quick")
-        args.output = args.output or output
-    args.output = args.output or "docs"
+        args.folder = "runs/compare" if has_all else "runs/quick"
+    args.output = args.output or ("docs" if args.folder == "runs/compare" else args.folder)
     path = f"{args.folder}/results.json"
     require(
         os.path.exists(path), f"{path}: no such file; `make compare` (or compare-quick) makes it"
@@ -235,44 +272,70 @@ def main(args: Args) -> None:
     with open(path) as file:
         compared = json.load(file)
     paths, best, seeds = compared["paths"], compared["best"], compared["seeds"]
-    require({*VALUED} <= paths.keys(), f"{args.folder} has no runs of {', '.join(VALUED)}")
-    os.makedirs(args.output, exist_ok=True)
-    bar = tqdm(unit="run", smoothing=0)
-
-    def curves_of(method: str, *extra: str) -> list[list[dict]]:
-        wanted = [(method, best[method], seed) for seed in seeds]
-        runs = train(wanted, args.folder, args.jobs, bar, extra)
-        return [read_curve(runs[key], compared["start"]) for key in wanted]
-
-    of_k = {k: curves_of("vineppo", "--no-share-rollouts", "--k", str(k)) for k in KS}
-    of_temperature = {}
-    for method in ("vineppo", "ppo"):
-        own = [read_curve(path, compared["start"]) for path in paths[method]]
-        of_temperature[method, 0.6] = own
-        for t in (0.8, 1.0):
-            of_temperature[method, t] = curves_of(method, "--temperature", str(t))
-    commands = {}
-    for method in VALUED:
+    require({*OWN_STATES} <= paths.keys(), f"{args.folder} has no runs of {', '.join(OWN_STATES)}")
+    for method, name in (*((m, "hf") for m in OWN_STATES), ("ppo", "critic.safetensors")):
         for path in paths[method]:
-            command = ["-m", "analysis.values", "--run", path, "--iterations"]
-            commands[f"{path}/values.log"] = [*command, *map(str, args.iterations)]
-    fitted = f"{args.folder}/{CRITIC}"
-    if not os.path.exists(fitted):
-        commands[f"{fitted}.log"] = ["-m", "analysis.critic", "--output", fitted]
+            for i in args.iterations:
+                file = f"{path}/checkpoints/iteration_{i:06d}/{name}"
+                require(
+                    os.path.exists(file), f"{file} is not there: remove {path} and compare again"
+                )
+    os.makedirs(args.output, exist_ok=True)
+
+    of_k = {
+        k: [("vineppo", best["vineppo"], s, "--no-share-rollouts", "--k", str(k)) for s in seeds]
+        for k in KS
+    }
+    of_temperature = {
+        (method, t): [(method, best[method], seed, "--temperature", str(t)) for seed in seeds]
+        for method in ("vineppo", "ppo")
+        for t in (0.8, 1.0)
+    }
+    wanted = [key for keys in (*of_k.values(), *of_temperature.values()) for key in keys]
+    runs, commands = plan(wanted, args.folder)
+    middle = args.iterations[len(args.iterations) // 2]
+    policy = f"{paths['vineppo'][0]}/checkpoints/iteration_{middle:06d}/hf"
+    fitted = f"{args.folder}/critic_fit.json"
+    fit = {"model": None}
+    if os.path.exists(fitted):
+        with open(fitted) as file:
+            fit = json.load(file)
+    if fit["model"] != policy:
+        command = ["-m", "analysis.critic", "--model", policy, "--output", fitted]
+        commands[f"{fitted}.log"] = command
+    for method in OWN_STATES:
+        for path in paths[method]:
+            # a group's mean is the same for all next steps: nothing to ask of its runs
+            actions = "0" if method in ("grpo", "rloo") else "24"
+            command = ["-m", "analysis.values", "--run", path, "--num-actions", actions]
+            commands[f"{path}/values.log"] = [*command, "--iterations", *map(str, args.iterations)]
+    bar = tqdm(unit="run", smoothing=0)
     run_all(commands, args.jobs, bar)
     bar.close()
+    drop_engine_states(runs)
 
+    def curves_of(keys: list[tuple]) -> list[list[dict]]:
+        return [read_curve(runs[key], compared["start"]) for key in keys]
+
+    of_k = {k: curves_of(keys) for k, keys in of_k.items()}
+    of_temperature = {key: curves_of(keys) for key, keys in of_temperature.items()}
+    for method in ("vineppo", "ppo"):
+        of_temperature[method, 0.6] = compared["curves"][method]
+    of_temperature = dict(sorted(of_temperature.items(), reverse=True))
     found = read_values(paths, args.iterations)
-    summary = summarize(found, args.iterations)
+    summary = summarize(found, OWN_STATES, args.iterations)
+    draw_curves(compared["curves"], f"{args.output}/curves.png")
     draw_scatter(found, args.iterations, f"{args.output}/values.png")
     draw_positions(found, args.iterations, f"{args.output}/positions.png")
     draw_accuracy(summary, f"{args.output}/accuracy.png")
     draw_ablations(of_k, of_temperature, f"{args.output}/ablations.png")
     with open(fitted) as file:
-        responses, last = json.load(file)[-1]
-    fit = {"responses": responses, **last}
-    write_tables(summary, of_k, of_temperature, args.iterations, fit, f"{args.output}/figures.md")
-    print(f"{args.output}: values, positions, accuracy, ablations (PNG, SVG), figures.md")
+        fit = json.load(file)
+    shared = summarize(dict.fromkeys(OWN_STATES, found["ppo"]), OWN_STATES, args.iterations)
+    write_tables(
+        summary, shared, of_k, of_temperature, args.iterations, fit, f"{args.output}/figures.md"
+    )
+    print(f"{args.output}: curves, values, positions, accuracy, ablations (PNG, SVG), figures.md")
 
 
 if __name__ == "__main__":

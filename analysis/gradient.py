@@ -74,6 +74,8 @@ def result_probabilities(
     equals = tokenizer.convert_tokens_to_ids("=")
     for first in tqdm(range(0, len(episodes), 64), desc="exact"):
         some = [episode for episode in episodes[first : first + 64] if episode.digits]
+        if not some:
+            continue
         input_ids, prompt_lens, _ = pad(some, policy.device)
         logits = policy(input_ids).logits / temperature  # (b, L, V)
         lines, places = [], []

@@ -92,18 +92,28 @@ def error_by_position(states: list[dict], estimator: str) -> list[float]:
     return [statistics.mean(errors) if errors else float("nan") for errors in tenths]
 
 
-def rank_actions(actions: list[list[dict]], estimator: str) -> tuple[float, float, int]:
+def differ(truths: list[float], rollouts: int) -> bool:
+    """Whether truths of `rollouts` rollouts each are more than noise apart (chi-square, 1 %)."""
+    mean, bounds = statistics.mean(truths), (6.63, 9.21, 11.34, 13.28)  # 1 to 4 degrees of freedom
+    squares = sum((truth - mean) ** 2 for truth in truths) * rollouts
+    return squares > bounds[len(truths) - 2] * mean * (1 - mean)
+
+
+def rank_actions(
+    actions: list[list[dict]], estimator: str, rollouts: int
+) -> tuple[float, float, int]:
     """(how often the step that the estimator puts first is a best one, chance, number of states).
 
     A best step is one whose truth is within 0.05 of the highest; among equal predictions one is
     drawn, so a state counts with the share of best ones among those put first, and chance is the
-    share of best ones among all. States where every step is a best one say nothing: left out.
+    share of best ones among all. States where every step is a best one, or where nothing but noise
+    (of `rollouts` rollouts) sets the truths apart, say nothing: left out.
     """
     shares, chances = [], []
     for options in actions:
         highest = max(option["truth"] for option in options)
         best = [option["truth"] >= highest - CLOSE - 1e-9 for option in options]
-        if all(best):
+        if all(best) or not differ([option["truth"] for option in options], rollouts):
             continue
         first = max(option[estimator] for option in options)
         put_first = [b for b, o in zip(best, options, strict=True) if o[estimator] == first]
@@ -119,8 +129,10 @@ def rank_actions(actions: list[list[dict]], estimator: str) -> tuple[float, floa
 
 def z_scores(states: list[dict], truth: int) -> list[float]:
     """(truth - exact value) in standard errors of the truth; mean 0 and variance 1 where the exact
-    value is the policy's. States whose exact value is known to be 0 or 1 have none."""
-    known = [s for s in states if s.get("exact") is not None and 0 < s["exact"] < 1]
+    value is the policy's. Of states with at least 5 right and 5 wrong rollouts to be expected:
+    nearer to 0 or 1 no standard error describes the truth."""
+    known = [s for s in states if s.get("exact") is not None]
+    known = [s for s in known if 5 <= truth * s["exact"] <= truth - 5]
     return [
         (s["truth"] - s["exact"]) / (s["exact"] * (1 - s["exact"]) / truth) ** 0.5 for s in known
     ]
@@ -210,7 +222,8 @@ def probe_states(prober: Prober, problems, prompts, seed: int) -> tuple[list[dic
     """States of the checkpoint's own responses with truth and predictions, and all responses as
     (problem, prompt ids, ids, reward, step ends)."""
     args = prober.args
-    groups = prober.roll_out(prompts, [[]] * len(prompts), args.group_size, seed)
+    own = run.seed_of(seed, "responses")
+    groups = prober.roll_out(prompts, [[]] * len(prompts), args.group_size, own)
     responses, candidates = [], []
     for problem, prompt, group in zip(problems, prompts, groups, strict=True):
         rewards = prober.grade([], group, problem.answer)
@@ -250,7 +263,7 @@ def probe_actions(prober: Prober, responses: list[tuple], seed: int) -> list[lis
         for sample in group:
             ids = prefix + sample.ids
             ends, _ = steps.split_steps(ids, prober.tokenizer, prober.task.step_rule)
-            first = next(end for end in ends if end > len(prefix))
+            first = next((end for end in ends if end > len(prefix)), len(ids))
             if first < len(ids):
                 found.add(tuple(ids[:first]))
         if len(found) >= 3:
@@ -267,20 +280,19 @@ def probe_actions(prober: Prober, responses: list[tuple], seed: int) -> list[lis
     return list(actions.values())
 
 
-def add_exact_values(states: list[dict], responses, policy, tokenizer, temperature: float) -> None:
-    """On the embedded task: "exact", from the policy's own table of facts; None for a state whose
-    response is no chain."""
-    from analysis.gradient import Episode, fact_table
+def add_exact_values(prober: Prober, states: list[dict], policy, seed: int) -> None:
+    """On the embedded task: "exact", from the policy's own table of facts (of many prompts: one
+    that is not seen would count as never right); None for a state whose response is no chain."""
+    from analysis.gradient import fact_table, sample_episodes
 
-    episodes = []
-    for problem, prompt, ids, reward, ends in responses:
-        digits = read_digits(problem.prompt, steps.step_texts(ids, ends, tokenizer))
-        episodes.append(Episode(problem, prompt, ids, reward, ends, digits))
-    table = fact_table(policy, tokenizer, episodes, temperature)
+    problems = data.load_problems("chain", "sft")[:2048]
+    options = prober.args.temperature, run.seed_of(seed, "facts")
+    episodes = sample_episodes(prober.sampler, prober.tokenizer, problems, 1, *options)
+    table = fact_table(policy, prober.tokenizer, episodes, prober.args.temperature)
     for state in states:
         digits = read_digits(state["prompt"], state["texts"])
-        i, values = state["step"], exact_values(state["prompt"], table)
-        state["exact"] = values[i, digits[i]].item() if digits else None
+        i, exact = state["step"], exact_values(state["prompt"], table)
+        state["exact"] = exact[i, digits[i]].item() if digits else None
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -294,7 +306,7 @@ def describe(name: str, states: list[dict], actions: list[list[dict]], truth: in
             of = measure([s["truth"] for s in states], [s[estimator] for s in states])
             line = f"  {estimator:8} MAE {of['mae']:.3f}, within 0.05 {of['close']:.0%}, "
             line += f"explained variance {of['explained']:.2f}"
-            share, chance, decided = rank_actions(actions, estimator)
+            share, chance, decided = rank_actions(actions, estimator, truth)
             if decided:
                 line += f", top action {share:.0%} (chance {chance:.0%}, {decided} states)"
             lines.append(line)
@@ -309,18 +321,21 @@ def describe(name: str, states: list[dict], actions: list[list[dict]], truth: in
     return "\n".join(lines)
 
 
-def read_run(folder: str, args: Args) -> tuple[Args, dict[int, str]]:
-    """(`args` with the settings of the run, {iteration: checkpoint that transformers loads})."""
+def read_run(folder: str, args: Args) -> tuple[Args, dict[int, str], dict]:
+    """(`args` with the settings of the run, {iteration: checkpoint that transformers loads}, all
+    settings of the run)."""
     path = os.path.join(folder, "args.json")
     require(os.path.exists(path), f"{path}: no such file; {folder} is not the folder of a run")
     with open(path) as file:
         saved = json.load(file)
     names = ("task", "data_dir", "group_size", "temperature", "top_p", "stop", "dtype")
     names += ("max_response_len", "max_model_len")
+    script = saved.get("script")
+    require({*names} <= saved.keys(), f"{folder} is a run of {script}.py, which samples no groups")
     args = dataclasses.replace(args, run=folder, **{name: saved[name] for name in names})
     found = glob.glob(os.path.join(folder, "checkpoints", "iteration_*", "hf"))
     require(found, f"{folder} has no checkpoints")
-    return args, {int(path.split("iteration_")[-1][:6]): path for path in sorted(found)}
+    return args, {int(path.split("iteration_")[-1][:6]): path for path in sorted(found)}, saved
 
 
 def set_up(args: Args, model: str) -> tuple[Prober, list[data.Problem], list[list[int]]]:
@@ -345,10 +360,10 @@ def set_up(args: Args, model: str) -> tuple[Prober, list[data.Problem], list[lis
 
 def main(args: Args) -> None:
     require(bool(args.run) != bool(args.model), "either --run or --model, please")
-    run.check_at_least_1(args, "num_prompts", "num_states", "truth", "k", "group_size")
+    run.check_at_least_1(args, "num_prompts", "num_states", "truth", "k")
     checkpoints = {"checkpoint": (args.model, args.output)}
     if args.run:
-        args, found = read_run(args.run, args)
+        args, found, _ = read_run(args.run, args)
         missing = [i for i in args.iterations if i not in found]
         require(not missing, f"--iterations {missing}: {args.run} has checkpoints of {[*found]}")
         os.makedirs(os.path.join(args.run, "values"), exist_ok=True)
@@ -356,9 +371,15 @@ def main(args: Args) -> None:
             f"iteration {i}": (found[i], f"{args.run}/values/iteration_{i:06d}.json")
             for i in args.iterations or found
         }
+    run.check_sampling(args, "temperature")
+    require(args.num_actions >= 0, f"--num-actions {args.num_actions}: below 0")
+    require(args.group_size > 1, f"--group-size {args.group_size}: a group's mean needs two")
     prober = None
     for name, (model, output) in checkpoints.items():
-        settings = {**dataclasses.asdict(args), "iterations": None, "model": model}
+        model = os.path.realpath(model) if os.path.isdir(model) else model  # hf is a link
+        weights = os.path.join(model, "model.safetensors")
+        made = os.stat(weights).st_mtime_ns if os.path.exists(weights) else None
+        settings = {**dataclasses.asdict(args), "iterations": None, "model": model, "made": made}
         result = {"settings": None}
         if os.path.exists(output):
             with open(output) as file:
@@ -370,8 +391,9 @@ def main(args: Args) -> None:
             states, responses = probe_states(prober, problems, prompts, args.seed)
             actions = probe_actions(prober, responses, args.seed) if args.num_actions else []
             if args.task == "chain":
-                add_exact_values(states, responses, policy, prober.tokenizer, args.temperature)
+                add_exact_values(prober, states, policy, args.seed)
             result = {"settings": settings, "states": states, "actions": actions}
+            result["grading_failures"] = grading.worker.take_failures()
             with open(output + ".tmp", "w") as file:
                 json.dump(result, file)
             os.replace(output + ".tmp", output)

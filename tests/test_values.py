@@ -8,15 +8,17 @@ import re
 import shutil
 import statistics
 import subprocess
+import types
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import ppo
-from analysis import credit, figures, values
-from analysis.exact import exact_values, read_prompt
+from analysis import credit, critic, figures, gradient, values
+from analysis.exact import exact_values, read_digits, read_prompt
 from common import data
+from common import steps as steps_module
 from common.sampling import Sample
 from tests.conftest import call
 
@@ -31,7 +33,6 @@ def test_measures_of_a_constructed_case():
     # errors -.05 0 .2 .2: mean .0875, squares .0025 0 .04 .04
     variance = (0.0025 + 0.08) / 4 - 0.0875**2
     assert found["explained"] == pytest.approx(1 - variance / 0.125)
-    assert values.measure([1.0, 1.0], [0.0, 1.0])["explained"] != 0  # NaN: nothing to explain
     assert math.isnan(values.measure([1.0, 1.0], [0.0, 1.0])["explained"])
 
 
@@ -57,13 +58,27 @@ def test_top_action_of_five_with_ties_and_chance():
             options((0.5, 0.5), (0.0, 0.5), (0.1, 0.5)),  # a tie: 1/3; chance 1/3
             options((0.86, 0.9), (0.9, 0.2), (0.3, 0.2)),  # within 0.05 of the best: right; 2/3
             options((0.5, 0.1), (0.52, 0.5), (0.55, 0.2)),  # all are best: says nothing
+            options((0.5, 0.1), (0.56, 0.5), (0.5, 0.2)),  # as noise would have it: nothing either
         ],
         "it",
+        256,
     )
     assert found[0] == pytest.approx((0 + 1 + 1 / 3 + 1) / 4)
     assert found[1] == pytest.approx((1 / 3 + 1 / 2 + 1 / 3 + 2 / 3) / 4)
     assert found[2] == 4
-    assert values.rank_actions([options((1.0, 0), (1.0, 0), (1.0, 0))], "it")[2] == 0
+    assert values.rank_actions([options((1.0, 0), (1.0, 0), (1.0, 0))], "it", 256)[2] == 0
+
+
+def test_equal_steps_seldom_seem_to_differ():
+    rng = random.Random(0)
+
+    def noisy(value: float) -> float:
+        return sum(rng.random() < value for _ in range(256)) / 256
+
+    for value in (0.1, 0.5, 0.9):
+        found = [values.differ([noisy(value) for _ in range(5)], 256) for _ in range(300)]
+        assert sum(found) < 12  # 1 %
+    assert values.differ([noisy(0.5), noisy(0.7), noisy(0.5)], 256)
 
 
 # ---- estimators, against exact values ------------------------------------------------------------
@@ -179,10 +194,10 @@ def test_top_actions_are_those_of_dynamic_programming(tabular, probed):
     assert len(actions) > 40
     for options in actions:
         assert 3 <= len(options) <= 5
-    truth, chance, decided = values.rank_actions(actions, "truth")
-    measured = values.rank_actions(actions, "vineppo")
-    group = values.rank_actions(actions, "grpo")
-    assert truth == 1 and decided > 10
+    truth, chance, decided = values.rank_actions(actions, "truth", 256)
+    measured = values.rank_actions(actions, "vineppo", 256)
+    group = values.rank_actions(actions, "grpo", 256)
+    assert truth == 1 and decided > 5
     assert chance + 0.15 < measured[0] and group[0] == pytest.approx(chance)
 
 
@@ -253,8 +268,77 @@ def test_values_and_credit_say_what_they_miss(ppo_run, tmp_path):
     ):
         result = call("-m", "analysis.values", *arguments, fails=True)
         assert message in result.stderr and "Traceback" not in result.stderr
+    with open(tmp_path / "args.json", "w") as file:
+        json.dump({"script": "sft", "task": "chain"}, file)
+    result = call("-m", "analysis.values", "--run", str(tmp_path), fails=True)
+    assert "is a run of sft.py, which samples no groups" in result.stderr
+    os.remove(tmp_path / "args.json")
     result = call("-m", "analysis.credit", "--run", str(tmp_path), fails=True)
     assert "is not the folder of a run" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_credit_is_that_of_the_scripts(tabular):
+    """VinePPO tells the change in value, which adds up to R - V(s_0); PPO R - V_t, the mean over
+    a step; GRPO's is the reward's place in its group. Equal states have one value."""
+    _, prober = tabular
+    problems = data.load_problems("chain", "train")[:4]
+    prompts = prober.tokenizer([p.prompt for p in problems])["input_ids"]
+
+    class Ramp(torch.nn.Module):  # a critic whose value of the state before token t is t / 100
+        device = "cpu"
+
+        def forward(self, input_ids, use_cache):
+            place = torch.arange(input_ids.shape[1]) - (len(prompts[0]) - 1)
+            logits = (place / 100).expand(input_ids.shape)[..., None]
+            return types.SimpleNamespace(logits=logits)
+
+    prober.critic = Ramp()
+    episodes = credit.give_credit(prober, problems, prompts)
+    prober.critic = None
+    assert len(episodes) == 4 * 8
+    for first in range(0, 32, 8):
+        group = episodes[first : first + 8]
+        assert len({e["steps"][0]["value"] for e in group}) == 1
+        rewards = [e["reward"] for e in group]
+        mean, spread = statistics.mean(rewards), statistics.pstdev(rewards)
+        for e in group:
+            steps = e["steps"]
+            place = (e["reward"] - mean) / (spread + 1e-8) if spread else 0
+            for i, step in enumerate(steps):
+                after = steps[i + 1]["value"] if i + 1 < len(steps) else e["reward"]
+                assert step["VinePPO"] == pytest.approx(after - step["value"], abs=1e-6)
+                assert step["GRPO"] == pytest.approx(place, abs=1e-5)
+                start, end = 8 * i, 8 * i + (8 if i < 8 else 3)  # lines of eight tokens
+                assert step["critic"] == pytest.approx(start / 100, abs=1e-6)
+                middle = (start + end - 1) / 2 / 100
+                assert step["PPO"] == pytest.approx(e["reward"] - middle, abs=1e-5)
+            assert len(steps) == 9
+
+
+def test_exact_values_are_added_to_the_right_states(tabular, probed, monkeypatch):
+    table, prober = tabular
+    monkeypatch.setattr(gradient, "fact_table", lambda *_: table)
+    monkeypatch.setattr(gradient, "sample_episodes", lambda *_: [])
+    states = [{k: v for k, v in state.items() if k != "exact"} for state in probed[0]]
+    states.append({**states[0], "texts": ["so\n", *states[0]["texts"][1:]]})
+    values.add_exact_values(prober, states, None, seed=1)
+    assert [s["exact"] for s in states] == [*(s["exact"] for s in probed[0]), None]
+
+
+def test_token_values_change_behind_a_result(tabular):
+    table, prober = tabular
+    problem = data.load_problems("chain", "sft")[0]
+    ids = [*prober.tokenizer(problem.solution)["input_ids"], prober.tokenizer.eos_token_id]
+    ends, _ = steps_module.split_steps(ids, prober.tokenizer, "line")
+    texts = steps_module.step_texts(ids, ends, prober.tokenizer)
+    digits = read_digits(problem.prompt, texts)
+    exact = exact_values(problem.prompt, table)
+    equals = prober.tokenizer.convert_tokens_to_ids("=")
+    episode = gradient.Episode(problem, [], ids, 0.0, ends, digits)
+    found = critic.token_values(episode, exact, equals)
+    for t in range(len(ids)):
+        results = len(re.findall(r"=\d", prober.tokenizer.decode(ids[:t])))
+        assert found[t] == exact[results, digits[results]]
 
 
 def test_credit_of_a_run(ppo_run):
@@ -320,25 +404,32 @@ def made_up_run(shift: float) -> dict:
 
 def test_figures_of_constructed_runs(tmp_path):
     found = {"vineppo": [made_up_run(0.0), made_up_run(0.02)], "grpo": [made_up_run(0.0)]}
-    summary = figures.summarize(found, (4, 20))
+    summary = figures.summarize(found, ("vineppo", "grpo"), (4, 20))
     assert [curve[0]["mae"] for curve in summary["vineppo"]] == pytest.approx([0.01, 0.03])
     assert summary["vineppo"][0][1]["top"] == 1
     assert summary["grpo"][0][1]["top"] == summary["grpo"][0][1]["chance"] == pytest.approx(1 / 3)
     curve = [{"iteration": i, "tokens": 1e5 * i, "pass@1": i / 20} for i in range(0, 21, 2)]
     of_k = {k: [curve, curve] for k in figures.KS}
     of_temperature = {(m, t): [curve] for m in ("vineppo", "ppo") for t in figures.TEMPERATURES}
+    figures.draw_curves({"vineppo": [curve], "grpo": [curve]}, str(tmp_path / "curves.png"))
     figures.draw_scatter(found, (4, 20), str(tmp_path / "values.png"))
     figures.draw_positions(found, (4, 20), str(tmp_path / "positions.png"))
     figures.draw_accuracy(summary, str(tmp_path / "accuracy.png"))
     figures.draw_ablations(of_k, of_temperature, str(tmp_path / "ablations.png"))
-    for name in ("values", "positions", "accuracy", "ablations"):
+    for name in ("curves", "values", "positions", "accuracy", "ablations"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
-    fit = {"responses": 64, "explained": 0.5, "mae": 0.125}
-    figures.write_tables(summary, of_k, of_temperature, (4, 20), fit, str(tmp_path / "figures.md"))
+    fit = {
+        "responses": 64,
+        "epochs": 2,
+        "model": "m",
+        "curve": [[9, {"explained": 0.5, "mae": 0.1}]],
+    }
+    output = str(tmp_path / "figures.md")
+    figures.write_tables(summary, summary, of_k, of_temperature, (4, 20), fit, output)
     text = (tmp_path / "figures.md").read_text()
-    assert "| VinePPO | 0.02 (0.01 to 0.03) | 1.00 (1.00 to 1.00) |" in text
-    assert "| VinePPO, K = 9 | 1.00 (1.00 to 1.00) | 2000 |" in text
+    assert "| VinePPO | 0.020 (0.010 to 0.030) | 1.000 (1.000 to 1.000) |" in text
+    assert "| VinePPO, K = 9 | 1.000 (1.000 to 1.000) | 2000 |" in text
 
 
 def test_figures_without_runs(tmp_path):
