@@ -34,7 +34,8 @@ from common import require
 KS = {1: "#a6cee3", 3: "#56a0d3", 9: "#0b4f8a"}
 TRUTH = values.Args.truth
 TEMPERATURES = {0.6: "-", 0.8: "--", 1.0: ":"}
-OWN_STATES = ("vineppo", "ppo", "grpo", "rloo")  # each estimator on the states of its own runs
+STATES_OF = {"vineppo": "vineppo", "ppo": "ppo", "grpo": "grpo", "rloo": "grpo"}  # whose runs
+LABELS = {**NAMES, "rloo": "RLOO (on GRPO's runs)"}
 
 
 @dataclass
@@ -52,16 +53,16 @@ class Args:
 
 
 def read_values(paths: dict[str, list[str]], iterations: tuple[int, ...]) -> dict[str, list]:
-    """{method: [for each seed {iteration: (states, actions)}]}."""
+    """{estimator: [for each seed {iteration: (states, actions)}]}."""
     found: dict[str, list] = {}
-    for method in OWN_STATES:
+    for estimator, method in STATES_OF.items():
         for path in paths[method]:
             of_run = {}
             for iteration in iterations:
                 with open(f"{path}/values/iteration_{iteration:06d}.json") as file:
                     result = json.load(file)
                 of_run[iteration] = result["states"], result["actions"]
-            found.setdefault(method, []).append(of_run)
+            found.setdefault(estimator, []).append(of_run)
     return found
 
 
@@ -83,7 +84,9 @@ def draw_scatter(found: dict[str, list], iterations: tuple[int, ...], output: st
             panel.plot([0, 1], [0, 1], "-", color="#bbbbbb", lw=1)
             panel.plot(truth, predicted, "o", ms=3, mew=0, alpha=0.35, color=COLOURS[estimator])
             mae = values.measure(truth, predicted)["mae"]
-            panel.set_title(f"{NAMES[estimator]}, iteration {iteration}\nMAE {mae:.3f}", fontsize=9)
+            panel.set_title(
+                f"{LABELS[estimator]}, iteration {iteration}\nMAE {mae:.3f}", fontsize=9
+            )
         row[0].set_ylabel("predicted value")
     for panel in panels[-1]:
         panel.set_xlabel("true value")
@@ -101,7 +104,7 @@ def draw_positions(found: dict[str, list], iterations: tuple[int, ...], output: 
                 tenths = values.error_by_position(of_run[iteration][0], estimator)
                 points = [{"x": 10 * i + 5, "mae": mae} for i, mae in enumerate(tenths)]
                 curves.append([p if p["mae"] == p["mae"] else {} for p in points])
-            draw_band(panel, curves, "x", COLOURS[estimator], NAMES[estimator], "mae")
+            draw_band(panel, curves, "x", COLOURS[estimator], LABELS[estimator], "mae")
         panel.set(xlabel="position of the state in its response, %", xlim=(0, 100), ylim=(0, None))
         panel.set_title(f"iteration {iteration}", fontsize=10)
         panel.grid(alpha=0.3)
@@ -110,14 +113,12 @@ def draw_positions(found: dict[str, list], iterations: tuple[int, ...], output: 
     save(figure, output)
 
 
-def summarize(
-    found: dict[str, list], estimators: tuple[str, ...], iterations: tuple[int, ...]
-) -> dict[str, list[list[dict]]]:
+def summarize(found: dict[str, list], iterations: tuple[int, ...]) -> dict[str, list[list[dict]]]:
     """{estimator: [for each seed, for each iteration: its measures]}, on the states that `found`
     has under its name."""
     summary: dict[str, list] = {}
-    for estimator in estimators:
-        for of_run in found[estimator]:
+    for estimator, runs in found.items():
+        for of_run in runs:
             points = []
             for iteration in iterations:
                 states, actions = of_run[iteration]
@@ -142,7 +143,7 @@ def draw_accuracy(summary: dict[str, list], output: str) -> None:
     }
     for panel, (name, label) in zip(panels.flat, labels.items(), strict=True):
         for estimator, curves in summary.items():
-            style = COLOURS[estimator], NAMES[estimator]
+            style = COLOURS[estimator], LABELS[estimator]
             draw_band(panel, curves, "iteration", *style, name)
             if name == "top":
                 chance = [p["chance"] for curve in curves for p in curve if "chance" in p]
@@ -216,26 +217,37 @@ def spread(numbers: list[float], form: str = ".3f") -> str:
     return f"{statistics.mean(numbers):{form}} ({min(numbers):{form}} to {max(numbers):{form}})"
 
 
-def value_rows(summary: dict[str, list], iteration: int) -> list[list[str]]:
+def value_rows(summary: dict[str, list], iteration: int, labels: dict) -> list[list[str]]:
     rows = []
     for estimator, curves in summary.items():
         points = [p for curve in curves for p in curve if p["iteration"] == iteration]
         names = ("mae", "close", "explained", "top", "chance")
         cells = [spread([p[name] for p in points if name in p]) for name in names]
-        rows.append([NAMES[estimator], *cells, str(sum(p["decided"] for p in points) or "-")])
+        rows.append([labels[estimator], *cells, str(sum(p["decided"] for p in points) or "-")])
     return rows
 
 
-def write_tables(summary, shared, of_k, of_temperature, iterations, fit: dict, output: str) -> None:
+def write_tables(
+    found, summary, shared, of_k, of_temperature, iterations, fit: dict, output: str
+) -> None:
     """The figures' numbers, mean (lowest to highest) over seeds."""
     header = ["", "MAE", "within 0.05", "explained variance", "top action", "its chance", "states"]
     text = ""
     for iteration in iterations:
-        rows = value_rows(summary, iteration)
+        rows = value_rows(summary, iteration, LABELS)
         text += f"Iteration {iteration}, each on its own runs:\n\n{table(header, rows)}\n"
-    rows = value_rows(shared, iterations[-1])
+    rows = value_rows(shared, iterations[-1], NAMES)
     text += f"All four on the states of PPO's runs, iteration {iterations[-1]}:\n\n"
     text += f"{table(header, rows)}\n"
+    for estimator in ("vineppo", "ppo"):
+        everywhere = [
+            a for of_run in found.get(estimator, []) for _, of in of_run.values() for a in of
+        ]
+        share, chance, decided = values.rank_actions(everywhere, estimator, TRUTH)
+        text += (
+            f"Top action, {NAMES[estimator]}, all of these iterations and seeds: {share:.0%} of "
+        )
+        text += f"{decided} states (chance {chance:.0%}).\n\n"
     last = fit["curve"][-1][1]
     text += (
         f"PPO's critic fitted to exact values of {fit['responses']} responses, {fit['epochs']} "
@@ -272,8 +284,9 @@ def main(args: Args) -> None:
     with open(path) as file:
         compared = json.load(file)
     paths, best, seeds = compared["paths"], compared["best"], compared["seeds"]
-    require({*OWN_STATES} <= paths.keys(), f"{args.folder} has no runs of {', '.join(OWN_STATES)}")
-    for method, name in (*((m, "hf") for m in OWN_STATES), ("ppo", "critic.safetensors")):
+    methods = {*STATES_OF.values()}
+    require(methods <= paths.keys(), f"{args.folder} lacks runs of one of {', '.join(methods)}")
+    for method, name in (*((m, "hf") for m in methods), ("ppo", "critic.safetensors")):
         for path in paths[method]:
             for i in args.iterations:
                 file = f"{path}/checkpoints/iteration_{i:06d}/{name}"
@@ -303,10 +316,10 @@ def main(args: Args) -> None:
     if fit["model"] != policy:
         command = ["-m", "analysis.critic", "--model", policy, "--output", fitted]
         commands[f"{fitted}.log"] = command
-    for method in OWN_STATES:
+    for method in dict.fromkeys(STATES_OF.values()):
         for path in paths[method]:
             # a group's mean is the same for all next steps: nothing to ask of its runs
-            actions = "0" if method in ("grpo", "rloo") else "24"
+            actions = "0" if method == "grpo" else "24"
             command = ["-m", "analysis.values", "--run", path, "--num-actions", actions]
             commands[f"{path}/values.log"] = [*command, "--iterations", *map(str, args.iterations)]
     bar = tqdm(unit="run", smoothing=0)
@@ -323,7 +336,7 @@ def main(args: Args) -> None:
         of_temperature[method, 0.6] = compared["curves"][method]
     of_temperature = dict(sorted(of_temperature.items(), reverse=True))
     found = read_values(paths, args.iterations)
-    summary = summarize(found, OWN_STATES, args.iterations)
+    summary = summarize(found, args.iterations)
     draw_curves(compared["curves"], f"{args.output}/curves.png")
     draw_scatter(found, args.iterations, f"{args.output}/values.png")
     draw_positions(found, args.iterations, f"{args.output}/positions.png")
@@ -331,9 +344,16 @@ def main(args: Args) -> None:
     draw_ablations(of_k, of_temperature, f"{args.output}/ablations.png")
     with open(fitted) as file:
         fit = json.load(file)
-    shared = summarize(dict.fromkeys(OWN_STATES, found["ppo"]), OWN_STATES, args.iterations)
+    shared = summarize(dict.fromkeys(STATES_OF, found["ppo"]), args.iterations)
     write_tables(
-        summary, shared, of_k, of_temperature, args.iterations, fit, f"{args.output}/figures.md"
+        found,
+        summary,
+        shared,
+        of_k,
+        of_temperature,
+        args.iterations,
+        fit,
+        f"{args.output}/figures.md",
     )
     print(f"{args.output}: curves, values, positions, accuracy, ablations (PNG, SVG), figures.md")
 

@@ -394,17 +394,18 @@ def test_the_page_in_a_browser(tmp_path):
 def made_up_run(shift: float) -> dict:
     """{iteration: (states, actions)}: VinePPO's error is 0.01 + shift, the group's 0.4."""
     states = [
-        {"truth": t, "vineppo": t + 0.01 + shift, "grpo": t - 0.4, "rloo": t - 0.4}
+        {"truth": t, "vineppo": t + 0.01 + shift, "grpo": t - 0.4, "ppo": t - 0.4}
         | {"step": i, "steps": 4}
         for i, t in enumerate((0.1, 0.5, 0.9, 0.3))
     ]
-    options = [{"truth": t, "vineppo": t, "grpo": 0.0, "rloo": 0.0} for t in (0.1, 0.5, 0.9)]
+    options = [{"truth": t, "vineppo": t, "grpo": 0.0, "ppo": -t} for t in (0.1, 0.5, 0.9)]
     return {iteration: (states, [options]) for iteration in (4, 20)}
 
 
 def test_figures_of_constructed_runs(tmp_path):
     found = {"vineppo": [made_up_run(0.0), made_up_run(0.02)], "grpo": [made_up_run(0.0)]}
-    summary = figures.summarize(found, ("vineppo", "grpo"), (4, 20))
+    found["ppo"] = [made_up_run(0.2)]
+    summary = figures.summarize(found, (4, 20))
     assert [curve[0]["mae"] for curve in summary["vineppo"]] == pytest.approx([0.01, 0.03])
     assert summary["vineppo"][0][1]["top"] == 1
     assert summary["grpo"][0][1]["top"] == summary["grpo"][0][1]["chance"] == pytest.approx(1 / 3)
@@ -426,9 +427,11 @@ def test_figures_of_constructed_runs(tmp_path):
         "curve": [[9, {"explained": 0.5, "mae": 0.1}]],
     }
     output = str(tmp_path / "figures.md")
-    figures.write_tables(summary, summary, of_k, of_temperature, (4, 20), fit, output)
+    figures.write_tables(found, summary, summary, of_k, of_temperature, (4, 20), fit, output)
     text = (tmp_path / "figures.md").read_text()
     assert "| VinePPO | 0.020 (0.010 to 0.030) | 1.000 (1.000 to 1.000) |" in text
+    assert "VinePPO, all of these iterations and seeds: 100% of 4 states (chance 33%)" in text
+    assert "PPO, all of these iterations and seeds: 0% of 2 states (chance 33%)" in text
     assert "| VinePPO, K = 9 | 1.000 (1.000 to 1.000) | 2000 |" in text
 
 
