@@ -334,7 +334,7 @@ def main(args: Args) -> None:
     of_temperature = {key: curves_of(keys) for key, keys in of_temperature.items()}
     for method in ("vineppo", "ppo"):
         of_temperature[method, 0.6] = compared["curves"][method]
-    of_temperature = dict(sorted(of_temperature.items(), reverse=True))
+    of_temperature = dict(sorted(of_temperature.items(), key=lambda item: item[0][1]))
     found = read_values(paths, args.iterations)
     summary = summarize(found, args.iterations)
     draw_curves(compared["curves"], f"{args.output}/curves.png")
