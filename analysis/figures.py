@@ -31,7 +31,7 @@ from analysis.compare import (
 )
 from common import require
 
-KS = {1: "#a6cee3", 3: "#56a0d3", 9: "#0b4f8a"}
+KS = {1: "#7fb8de", 3: "#2f86c6", 9: "#08306b"}
 TRUTH = values.Args.truth
 TEMPERATURES = {0.6: "-", 0.8: "--", 1.0: ":"}
 STATES_OF = {"vineppo": "vineppo", "ppo": "ppo", "grpo": "grpo", "rloo": "grpo"}  # whose runs
@@ -105,10 +105,10 @@ def draw_positions(found: dict[str, list], iterations: tuple[int, ...], output: 
                 points = [{"x": 10 * i + 5, "mae": mae} for i, mae in enumerate(tenths)]
                 curves.append([p if p["mae"] == p["mae"] else {} for p in points])
             draw_band(panel, curves, "x", COLOURS[estimator], LABELS[estimator], "mae")
-        panel.set(xlabel="position of the state in its response, %", xlim=(0, 100), ylim=(0, None))
+        panel.set(xlabel="position of the state in its response, %", xlim=(0, 100))
         panel.set_title(f"iteration {iteration}", fontsize=10)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("mean absolute error of the value")
+    panels[0].set(ylabel="mean absolute error of the value", ylim=(0, None))
     panels[0].legend()
     save(figure, output)
 
@@ -151,12 +151,13 @@ def draw_accuracy(summary: dict[str, list], output: str) -> None:
                     panel.axhline(statistics.mean(chance), color=COLOURS[estimator], lw=1, ls=":")
         panel.set_ylabel(label)
         panel.grid(alpha=0.3)
-    panels[0, 1].set(ylim=(0, 1))
+    panels[0, 0].set(ylim=(0, None))
+    panels[0, 1].set(ylim=(0, 1.05))
     panels[1, 1].set(ylim=(0, 1.05))
     for panel in panels[1]:
         panel.set_xlabel("iteration")
         panel.xaxis.get_major_locator().set_params(integer=True)
-    panels[0, 0].legend()
+    panels[0, 1].legend(fontsize=9)
     save(figure, output)
 
 
@@ -171,10 +172,17 @@ def draw_curves(curves: dict[str, list[list[dict]]], output: str) -> None:
     }
     for panel, (axis, label) in zip(panels.flat, axes.items(), strict=True):
         for method, seeds in curves.items():
-            draw_band(panel, seeds, axis, COLOURS[method], NAMES[method])
+            if axis in ("iteration", "seconds"):
+                shown = [curve[axis == "seconds" :] for curve in seeds]  # no 0 on a log axis
+                draw_band(panel, shown, axis, COLOURS[method], NAMES[method])
+            else:  # where the seeds are not side by side: a point for each evaluation
+                points = [p for curve in seeds for p in curve if axis in p]
+                xs, ys = [p[axis] for p in points], [p["pass@1"] for p in points]
+                panel.plot(xs, ys, ".", color=COLOURS[method], alpha=0.7)
         panel.set(xlabel=label, ylim=(0, 1))
         panel.grid(alpha=0.3)
-    panels[1, 0].set_xscale("symlog", linthresh=10)
+    panels[0, 0].xaxis.get_major_locator().set_params(integer=True)
+    panels[1, 0].set(xscale="log")
     for panel in panels[:, 0]:
         panel.set_ylabel("pass@1, validation, temperature 0.35")
     panels[0, 0].legend(fontsize=9)
@@ -191,10 +199,10 @@ def draw_ablations(
     figure, panels = plt.subplots(2, 2, figsize=(9, 7), layout="constrained", sharey=True)
     for k, curves in of_k.items():
         draw_band(panels[0, 0], curves, "iteration", KS[k], f"VinePPO, K = {k}")
-        draw_band(panels[0, 1], curves, "tokens", KS[k], f"VinePPO, K = {k}")
+        trained = [curve[1:] for curve in curves]  # no 0 on a log axis
+        draw_band(panels[0, 1], trained, "tokens", KS[k], f"VinePPO, K = {k}")
     panels[0, 0].set(xlabel="iteration")
-    panels[0, 1].set(xlabel="tokens sampled, rollouts included")
-    panels[0, 1].set_xscale("symlog", linthresh=1e4)
+    panels[0, 1].set(xlabel="tokens sampled, rollouts included", xscale="log")
     for panel, method in zip(panels[1], ("vineppo", "ppo"), strict=True):
         for (name, temperature), curves in of_temperature.items():
             if name == method:
@@ -205,7 +213,7 @@ def draw_ablations(
     for panel in panels.flat:
         panel.set(ylim=(0, 1))
         panel.grid(alpha=0.3)
-        panel.legend(loc="lower right", fontsize=9)
+        panel.legend(loc="upper left", fontsize=9)
     for panel in panels[:, 0]:
         panel.set_ylabel("pass@1, validation, temperature 0.35")
     save(figure, output)
