@@ -409,7 +409,8 @@ def test_figures_of_constructed_runs(tmp_path):
     assert [curve[0]["mae"] for curve in summary["vineppo"]] == pytest.approx([0.01, 0.03])
     assert summary["vineppo"][0][1]["top"] == 1
     assert summary["grpo"][0][1]["top"] == summary["grpo"][0][1]["chance"] == pytest.approx(1 / 3)
-    curve = [{"iteration": i, "tokens": 1e5 * i, "pass@1": i / 20} for i in range(0, 21, 2)]
+    curve = [{"iteration": i, "pass@1": i / 20} for i in range(0, 21, 2)]
+    curve = [p | dict.fromkeys(("tokens", "seconds"), 1e5 * p["iteration"]) for p in curve]
     of_k = {k: [curve, curve] for k in figures.KS}
     of_temperature = {(m, t): [curve] for m in ("vineppo", "ppo") for t in figures.TEMPERATURES}
     figures.draw_curves({"vineppo": [curve], "grpo": [curve]}, str(tmp_path / "curves.png"))
