@@ -2,7 +2,7 @@
 # make test      all tests (under ten minutes)     make soak   the long trials
 # make compare   every method, a grid of learning rates, three seeds; hours
 # make compare-quick   one seed at the scripts' own learning rates; quarter of an hour
-# make figures   value accuracy, K, temperature, from the runs of either; under an hour
+# make figures   value accuracy, K, temperature, from the runs of either; an hour
 # make install   the set-up alone: .venv with what this machine needs
 PYTHON ?= python3
 

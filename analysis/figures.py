@@ -10,6 +10,7 @@ checkpoints of the VinePPO, PPO and GRPO runs. What is finished is not done agai
 import json
 import os
 import statistics
+import time
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from analysis import values
 from analysis.compare import (
     COLOURS,
     NAMES,
+    describe_machine,
     draw_band,
     drop_engine_states,
     plan,
@@ -240,7 +242,13 @@ def write_tables(
 ) -> None:
     """The figures' numbers, mean (lowest to highest) over seeds."""
     header = ["", "MAE", "within 0.05", "explained variance", "top action", "its chance", "states"]
-    text = ""
+    text = (
+        f"Written by `python -m analysis.figures` (`make figures`), {time.strftime('%Y-%m-%d')}. "
+    )
+    text += (
+        f"Machine: {describe_machine()}.\nMean (lowest to highest) over seeds; states: how many "
+    )
+    text += "had next steps to choose from, all seeds together.\n\n"
     for iteration in iterations:
         rows = value_rows(summary, iteration, LABELS)
         text += f"Iteration {iteration}, each on its own runs:\n\n{table(header, rows)}\n"
