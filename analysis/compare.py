@@ -36,6 +36,7 @@ from analysis.demo import SFT, make_launcher, make_sft
 from common import UsageError, data, require
 
 matplotlib.use("Agg")
+matplotlib.rcParams["svg.hashsalt"] = "figures"  # the same figure, the same file
 from matplotlib import pyplot as plt
 
 GRID = [3e-5, 6e-5, 1.2e-4, 2.4e-4]
