@@ -36,7 +36,6 @@ from analysis.demo import SFT, make_launcher, make_sft
 from common import UsageError, data, require
 
 matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "figures"  # the same figure, the same file
 from matplotlib import pyplot as plt
 
 GRID = [3e-5, 6e-5, 1.2e-4, 2.4e-4]
@@ -295,7 +294,8 @@ def draw(curves: dict[str, list[list[dict]]], grid: dict, output: str) -> None:
 def save(figure, output: str) -> None:
     """As PNG and, beside it, SVG."""
     figure.savefig(output, dpi=90)
-    figure.savefig(output.removesuffix(".png") + ".svg", metadata={"Date": None})
+    with plt.rc_context({"svg.hashsalt": "figures"}):  # the same figure, the same file
+        figure.savefig(output.removesuffix(".png") + ".svg", metadata={"Date": None})
     plt.close(figure)
 
 
