@@ -349,7 +349,9 @@ def test_a_failure_counts_as_often_as_it_makes_an_answer_wrong(monkeypatch):
     grading.worker.take_failures()
     pairs = [(r"\boxed{1/2}", "0.5")] * 3
     with monkeypatch.context() as patch:
-        patch.setattr(grading, "TIME_LIMIT", 1e-9)
+        assert grade_boxed(r"\boxed{1/4}", "0.25") == 1  # so there is a worker to be stopped
+        os.kill(grading.worker.process.pid, signal.SIGSTOP)
+        patch.setattr(grading, "TIME_LIMIT", 0.5)
         assert [grade_boxed(*pair) for pair in pairs] == [0, 0, 0]
     assert grading.worker.failures == {"timeout": 1, "crash": 0, "repeat": 2}
     assert grading.worker.take_failures() == 3
