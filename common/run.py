@@ -26,13 +26,9 @@ from common import UsageError, grading, require
 def set_up_processes() -> tuple[int, int]:
     """(rank, world size). Without torchrun it fills in the variables of a single process."""
     if "RANK" not in os.environ:
-        # Not a port that the system would give to whoever asks for any: it gives those to others,
-        # too, in the seconds until torch listens. (Nothing listens where connecting fails.)
-        port, taken = 0, True
-        while taken:
-            port = random.SystemRandom().randrange(20_000, 32_000)
-            with socket.socket() as probe:
-                taken = probe.connect_ex(("127.0.0.1", port)) == 0
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
         os.environ.update({name: str(value) for name, value in single.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -24,7 +24,10 @@ def command(*arguments: str, ranks: int = 1) -> list[str]:
 
 
 def call(*arguments: str, ranks: int = 1, fails: bool = False) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "2" if ranks == 1 else "1"}
+    # not what a test that set up processes in this one has left in the environment
+    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    environment["OMP_NUM_THREADS"] = "2" if ranks == 1 else "1"
     result = subprocess.run(
         command(*arguments, ranks=ranks), cwd=ROOT, env=environment, capture_output=True, text=True
     )
