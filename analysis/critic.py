@@ -5,8 +5,8 @@ its failure in training is not a mistake of ours.
 
 The critic of ppo.py (the checkpoint with a scalar head), its `compute_values` and its loss's square
 learn the exact value (dynamic programming) of the state before every token of many responses, a
-target without noise, and are then asked about responses to other prompts. In training it has a
-thousandth of that: for each response one reward, right or wrong, of a policy that moves.
+target without noise, and are then asked about responses to other prompts. In training it has one
+reward for each of 1,280 responses, right or wrong, of a policy that moves.
 """
 
 import json

@@ -29,6 +29,7 @@ from analysis.compare import (
     read_curve,
     run_all,
     save,
+    spread,
     table,
 )
 from common import require
@@ -221,18 +222,13 @@ def draw_ablations(
     save(figure, output)
 
 
-def spread(numbers: list[float], form: str = ".3f") -> str:
-    if not numbers:
-        return "-"
-    return f"{statistics.mean(numbers):{form}} ({min(numbers):{form}} to {max(numbers):{form}})"
-
-
 def value_rows(summary: dict[str, list], iteration: int, labels: dict) -> list[list[str]]:
     rows = []
     for estimator, curves in summary.items():
         points = [p for curve in curves for p in curve if p["iteration"] == iteration]
         names = ("mae", "close", "explained", "top", "chance")
-        cells = [spread([p[name] for p in points if name in p]) for name in names]
+        found = [[p[name] for p in points if name in p] for name in names]
+        cells = [spread(numbers) if numbers else "-" for numbers in found]
         rows.append([labels[estimator], *cells, str(sum(p["decided"] for p in points) or "-")])
     return rows
 
