@@ -50,6 +50,8 @@ class Args:
     # model and data
     model: str = "runs/sft/hf"
     """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
+    trust_remote_code: bool = False
+    """run code that comes with the model: Python files, weights that are pickles (.bin)"""
     task: str = "chain"
     """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
@@ -109,6 +111,10 @@ class Args:
     """gradient steps between checkpoints; the last one always has one"""
     keep_checkpoints: int = 2
     """the newest ones, and the best on validation problems"""
+    grace_seconds: float = 20
+    """after a SIGTERM: time to finish the iteration and save it; else it is lost"""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """NaN or infinity in a loss, gradient or log-prob: stop, or skip that minibatch and count it"""
 
 
 # ==== 3. pairs ====================================================================================
@@ -194,26 +200,29 @@ def main(args: Args) -> None:
         data.load_problems(args.task, "validation", args.data_dir) if args.eval_every else []
     )
     logger = run.Run(__file__, args)
-    run.check_model(args.model, args.max_model_len)
+    run.check_model(args.model, args.max_model_len, args.trust_remote_code)
 
     import deepspeed  # seconds each
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", run.local_rank()) if on_gpu else torch.device("cpu")
-    dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(args.dtype, args.dtype)
+    dtype = run.resolve_dtype(args.dtype)
     deepspeed.init_distributed(dist_backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    trusted = args.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=trusted)
     max_prompt_len = args.max_model_len - args.max_response_len
     num_loaded = len(problems)
     problems, prompts = data.encode_prompts(problems, tokenizer, max_prompt_len)
     eval_problems, eval_prompts = data.encode_prompts(
         eval_problems[: args.eval_problems], tokenizer, max_prompt_len
     )
-    sampler = sampling.Sampler(args.model, dtype, args.max_model_len, args.gpu_memory_utilization)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    ref_model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval().to(device)
+    sampler = sampling.Sampler(
+        args.model, dtype, args.max_model_len, args.gpu_memory_utilization, trusted
+    )
+    model = run.load_model(args.model, dtype, trusted)
+    ref_model = run.load_model(args.model, dtype, trusted).to(device)
     args.num_prompts = min(args.num_prompts, len(problems))  # none twice in an iteration
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
     ds_config = {
@@ -328,6 +337,8 @@ def main(args: Args) -> None:
         lr = learning_rate_at(iteration, num_updates, args.learning_rate, args.warmup_fraction)
         metrics["learning_rate"] = lr
         metrics["policy/grad_norm"] = run.step(policy, lr)
+        record = {"input_ids": input_ids, "prompt_lens": prompt_lens, "mask": response_mask}
+        logger.check(metrics, record | {"minibatch": torch.tensor([pairs[i] for i in mb_pairs])})
         if iteration == 0:
             metrics["rollout/reward"] = sum(b_rewards) / len(b_rewards)
             metrics["tokens/sample"] = sum(lengths)
@@ -354,7 +365,7 @@ def main(args: Args) -> None:
             sampler.sleep()
             metrics["policy/weight_distance"] = run.weight_distance(policy.module, ref_model)
         logger.log(done, metrics)
-        if done % args.save_every == 0 or is_last:
+        if done % args.save_every == 0 or is_last or logger.stopping:
             logger.save(done, engines, policy.module, tokenizer)
     logger.close()
 

@@ -27,6 +27,8 @@ from common import data, grading, run, sampling
 class Args:
     model: str
     """a checkpoint folder that transformers can load, or a name on the hub"""
+    trust_remote_code: bool = False
+    """run code that comes with the model: Python files, weights that are pickles (.bin)"""
     task: str = "chain"
     """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
@@ -70,20 +72,26 @@ def main(args: Args) -> None:
     run.check_at_least_1(args, "rounds", "max_response_len")
     run.check_sampling(args, "temperature")
     problems = data.load_problems(args.task, args.split, args.data_dir)
-    run.check_model(args.model, args.max_model_len)
+    run.check_model(args.model, args.max_model_len, args.trust_remote_code)
     from transformers import AutoTokenizer
 
     problems = problems[: args.num_problems or len(problems)]
     num_loaded = len(problems)
     problems, prompts = data.encode_prompts(
         problems,
-        AutoTokenizer.from_pretrained(args.model),
+        AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code),
         args.max_model_len - args.max_response_len,
     )
     on_gpu = torch.cuda.is_available()
-    dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(args.dtype, args.dtype)
+    dtype = run.resolve_dtype(args.dtype)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    sampler = sampling.Sampler(args.model, dtype, args.max_model_len, args.gpu_memory_utilization)
+    sampler = sampling.Sampler(
+        args.model,
+        dtype,
+        args.max_model_len,
+        args.gpu_memory_utilization,
+        args.trust_remote_code,
+    )
 
     scores = sampling.evaluate(
         sampler,

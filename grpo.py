@@ -45,6 +45,8 @@ class Args:
     # model and data
     model: str = "runs/sft/hf"
     """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
+    trust_remote_code: bool = False
+    """run code that comes with the model: Python files, weights that are pickles (.bin)"""
     task: str = "chain"
     """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
@@ -103,6 +105,10 @@ class Args:
     """iterations between checkpoints; the last iteration always has one"""
     keep_checkpoints: int = 2
     """the newest ones, and the best on validation problems"""
+    grace_seconds: float = 20
+    """after a SIGTERM: time to finish the iteration and save it; else it is lost"""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """NaN or infinity in a loss, gradient or log-prob: stop, or skip that minibatch and count it"""
 
     # advantage estimation: no flags
 
@@ -216,26 +222,29 @@ def main(args: Args) -> None:
         data.load_problems(args.task, "validation", args.data_dir) if args.eval_every else []
     )
     logger = run.Run(__file__, args)
-    run.check_model(args.model, args.max_model_len)
+    run.check_model(args.model, args.max_model_len, args.trust_remote_code)
 
     import deepspeed  # seconds each
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", run.local_rank()) if on_gpu else torch.device("cpu")
-    dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(args.dtype, args.dtype)
+    dtype = run.resolve_dtype(args.dtype)
     deepspeed.init_distributed(dist_backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    trusted = args.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=trusted)
     max_prompt_len = args.max_model_len - args.max_response_len
     num_loaded = len(problems)
     problems, prompts = data.encode_prompts(problems, tokenizer, max_prompt_len)
     eval_problems, eval_prompts = data.encode_prompts(
         eval_problems[: args.eval_problems], tokenizer, max_prompt_len
     )
-    sampler = sampling.Sampler(args.model, dtype, args.max_model_len, args.gpu_memory_utilization)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    ref_model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval().to(device)
+    sampler = sampling.Sampler(
+        args.model, dtype, args.max_model_len, args.gpu_memory_utilization, trusted
+    )
+    model = run.load_model(args.model, dtype, trusted)
+    ref_model = run.load_model(args.model, dtype, trusted).to(device)
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
     ds_config = {
         "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours, of any number and size
@@ -322,6 +331,11 @@ def main(args: Args) -> None:
             dist.all_reduce(tensor)
         metrics["tokens/padding"] = run.count_padding(passes, sequence_lens)
         metrics["policy/sampler_gap"] = (gap[0] / gap[1]).item()
+        metrics["policy/old_logprob"] = (old_logprobs.sum() / response_mask.sum()).item()
+        metrics["policy/ref_logprob"] = (ref_logprobs.sum() / response_mask.sum()).item()
+        record = {"input_ids": input_ids, "prompt_lens": prompt_lens, "mask": response_mask}
+        record |= {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        logger.check(metrics, record)
 
         # ==== 6.5 advantages: from the rewards of the group, the same for every token =============
         logger.phase("advantages")
@@ -364,12 +378,14 @@ def main(args: Args) -> None:
                 update = iteration * updates_per_iteration + len(updates)
                 lr = learning_rate_at(update, num_updates, args.learning_rate, args.warmup_fraction)
                 means["learning_rate"] = lr
-                # as the official code; `not <=` catches an infinite ratio, and NaN
+                # as the official code; `not <=` catches NaN too
                 means["policy/skipped"] = float(not means["policy/ratio"] <= 10)
                 if means["policy/skipped"]:
                     run.discard_gradients(policy)
                 else:
                     means["policy/grad_norm"] = run.step(policy, lr)
+                record |= {"advantages": b_advantages, "minibatch": torch.tensor(mb_rows)}
+                logger.check(means, record)
                 updates.append(means)
 
         # ==== 6.7 weights to the sampler ==========================================================
@@ -407,7 +423,7 @@ def main(args: Args) -> None:
                 [advantages[row, end - 1].item() for end in step_ends[row]],
                 b_rewards[row].item(),
             )
-        if done % args.save_every == 0 or is_last:
+        if done % args.save_every == 0 or is_last or logger.stopping:
             logger.save(done, engines, policy.module, tokenizer)
     logger.close()
 

@@ -48,6 +48,8 @@ class Args:
     # model and data
     model: str = "runs/sft/hf"
     """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
+    trust_remote_code: bool = False
+    """run code that comes with the model: Python files, weights that are pickles (.bin)"""
     task: str = "chain"
     """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
@@ -99,6 +101,10 @@ class Args:
     eval_temperature: float = 0.35
     keep_checkpoints: int = 2
     """the newest ones, and the best on validation problems; every iteration has one"""
+    grace_seconds: float = 20
+    """after a SIGTERM: time to finish the iteration and save it; else it is lost"""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """NaN or infinity in a loss, gradient or log-prob: stop, or skip that minibatch and count it"""
 
 
 # ==== 3. selection ================================================================================
@@ -164,26 +170,29 @@ def main(args: Args) -> None:
     task = data.TASKS[args.task]
     eval_problems = data.load_problems(args.task, "validation", args.data_dir)
     logger = run.Run(__file__, args)
-    run.check_model(args.model, args.max_model_len)
+    run.check_model(args.model, args.max_model_len, args.trust_remote_code)
 
     import deepspeed  # seconds each
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", run.local_rank()) if on_gpu else torch.device("cpu")
-    dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(args.dtype, args.dtype)
+    dtype = run.resolve_dtype(args.dtype)
     deepspeed.init_distributed(dist_backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    trusted = args.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=trusted)
     max_prompt_len = args.max_model_len - args.max_response_len
     num_loaded = len(problems)
     problems, prompts = data.encode_prompts(problems, tokenizer, max_prompt_len)
     eval_problems, eval_prompts = data.encode_prompts(
         eval_problems[: args.eval_problems], tokenizer, max_prompt_len
     )
-    sampler = sampling.Sampler(args.model, dtype, args.max_model_len, args.gpu_memory_utilization)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    ref_model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval().to(device)
+    sampler = sampling.Sampler(
+        args.model, dtype, args.max_model_len, args.gpu_memory_utilization, trusted
+    )
+    model = run.load_model(args.model, dtype, trusted)
+    ref_model = run.load_model(args.model, dtype, trusted).to(device)
     args.num_prompts = min(args.num_prompts, len(problems))  # none twice in an iteration
     num_responses = args.num_prompts * args.group_size  # B
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
@@ -198,8 +207,8 @@ def main(args: Args) -> None:
     # ==== 5.1 start, or go on from the newest checkpoint ==========================================
     start = logger.open({}, args.num_iterations)  # an iteration needs the last one's weights only
     if start:
-        model = AutoModelForCausalLM.from_pretrained(f"{logger.path(start)}/hf", dtype=dtype)
-    sampler.wake(model.eval().to(device))
+        model = run.load_model(f"{logger.path(start)}/hf", dtype)
+    sampler.wake(model.to(device))
     logger.say(
         f"{args.num_prompts} prompts x {args.group_size} responses = {num_responses} episodes an "
         f"iteration, on {world_size} ranks; {len(problems)} problems "
@@ -261,6 +270,8 @@ def main(args: Args) -> None:
         gap = torch.stack([differences.sum(), response_mask[rows].sum()]) * weight
         dist.all_reduce(gap)
         metrics["policy/sampler_gap"] = (gap[0] / gap[1]).item()
+        record = {"input_ids": input_ids, "prompt_lens": prompt_lens, "mask": response_mask}
+        logger.check(metrics, record)
         mb_size = min(args.minibatch_size, len(kept))
         num_updates = math.ceil(args.update_epochs * len(kept) / max(1, mb_size))
 
@@ -269,7 +280,7 @@ def main(args: Args) -> None:
         sampler.sleep()
         policy = model = None
         gc.collect()  # the last engine goes before the next one comes
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+        model = run.load_model(args.model, dtype, trusted)
         policy, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=ds_config
         )
@@ -320,6 +331,7 @@ def main(args: Args) -> None:
             lr = learning_rate_at(update, num_updates, args.learning_rate, args.warmup_fraction)
             updates.append({"loss/sft": total.item(), "learning_rate": lr})
             updates[-1]["policy/grad_norm"] = run.step(policy, lr)
+            logger.check(updates[-1], record | {"minibatch": torch.tensor(mb_rows)})
 
         # ==== 6.7 weights to the sampler: of the chosen checkpoint ================================
         logger.phase("sync")

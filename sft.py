@@ -41,6 +41,8 @@ class Args:
     # model and data
     model: str = "embedded"
     """embedded (a new model for the task chain), a checkpoint folder, or a name on the hub"""
+    trust_remote_code: bool = False
+    """run code that comes with the model: Python files, weights that are pickles (.bin)"""
     task: str = "chain"
     """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
@@ -71,8 +73,12 @@ class Args:
     eval_problems: int = 128
     save_every: int = 150
     """steps between checkpoints; the last step always has one"""
-    keep_checkpoints: int = 1
+    keep_checkpoints: int = 2
     """the newest ones, and the best on validation problems"""
+    grace_seconds: float = 20
+    """after a SIGTERM: time to finish the iteration and save it; else it is lost"""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """NaN or infinity in a loss, gradient or log-prob: stop, or skip that minibatch and count it"""
 
 
 # ==== 4. log-probs, schedule ======================================================================
@@ -130,23 +136,26 @@ def main(args: Args) -> None:
         require(problem.solution, f'--task {args.task}: no "solution" for {problem.prompt!r:.60}')
     logger = run.Run(__file__, args)
     if not is_embedded:
-        run.check_model(args.model, args.max_model_len)
+        run.check_model(args.model, args.max_model_len, args.trust_remote_code)
 
     import deepspeed  # seconds each
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", run.local_rank()) if on_gpu else torch.device("cpu")
-    dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(args.dtype, args.dtype)
+    dtype = run.resolve_dtype(args.dtype)
     deepspeed.init_distributed(dist_backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 
     if is_embedded:
+        from transformers import AutoModelForCausalLM
+
         tokenizer = data.make_chain_tokenizer()
         torch.manual_seed(args.seed)
         model = AutoModelForCausalLM.from_config(data.make_chain_model_config(tokenizer))
     else:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+        trusted = args.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=trusted)
+        model = run.load_model(args.model, dtype, trusted)
     sequences, eval_sequences = (
         data.encode_solutions(some, tokenizer, args.max_model_len)
         for some in (problems, eval_problems[: args.eval_problems])
@@ -201,11 +210,10 @@ def main(args: Args) -> None:
             policy.backward(loss * world_size)  # DeepSpeed takes the mean over ranks
             total += loss.detach().cpu()
         dist.all_reduce(total)
-        if not math.isfinite(total):
-            raise FloatingPointError(f"step {step + 1}: the loss is {total.item()}")
         rate = learning_rate_at(step, num_steps, args.learning_rate, args.warmup_fraction)
         metrics = {"loss/sft": total.item(), "learning_rate": rate}
         metrics["policy/grad_norm"] = run.step(policy, rate)
+        logger.check(metrics, {"problems": torch.tensor(drawn)})
 
         # ==== 6.8 log, evaluate, save =============================================================
         done = step + 1
@@ -219,7 +227,7 @@ def main(args: Args) -> None:
             dist.all_reduce(total)
             metrics["eval/loss"] = total.item()
         logger.log(done, metrics)
-        if done % args.save_every == 0 or is_last:
+        if done % args.save_every == 0 or is_last or logger.stopping:
             logger.save(done, engines, policy.module, tokenizer)
     logger.close()
 

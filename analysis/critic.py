@@ -49,14 +49,14 @@ def main(
     """`output`: a JSON file for the curve of the explained variance."""
     run.set_up_processes()
     run.check_model(model, 128)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     tokenizer = AutoTokenizer.from_pretrained(model)
     sampler = sampling.Sampler(model, "float32", 128, 0.4)
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().to(device)
+    policy = run.load_model(model, "float32").to(device)
     problems = data.load_problems("chain", "sft")[:num_responses]
     others = data.load_problems("chain", "train")[:500]
     episodes = sample_episodes(sampler, tokenizer, problems + others, 1, temperature, seed)

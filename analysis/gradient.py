@@ -125,13 +125,13 @@ def main(
     require(len(problems) == batches * num_prompts, f"--batches {batches}: too few prompts for it")
     run.set_up_processes()
     run.check_model(model, 128)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     tokenizer = AutoTokenizer.from_pretrained(model)
     sampler = sampling.Sampler(model, "float32", 128, 0.4)
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    policy = run.load_model(model, "float32")
     policy.to("cuda" if on_gpu else "cpu")
     values_of = [problem.prompt for problem in others + problems]
     others = sample_episodes(sampler, tokenizer, others, 1, temperature, seed)

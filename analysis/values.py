@@ -151,16 +151,15 @@ class Prober:
     def use(self, model: str, critic: str = "") -> torch.nn.Module:
         """Go on with another checkpoint; `critic`: the file of one, by default that beside it."""
         import safetensors.torch
-        from transformers import AutoModelForCausalLM
 
         dtype = getattr(torch, self.args.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        policy = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        policy = run.load_model(model, dtype)
         self.sampler.wake(policy)
         critic = critic or os.path.join(os.path.dirname(model), "critic.safetensors")
         self.critic = None
         if os.path.exists(critic):  # as section 5b of ppo.py makes it
-            self.critic = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+            self.critic = run.load_model(model, dtype)
             hidden_size = self.critic.get_output_embeddings().in_features
             self.critic.set_output_embeddings(torch.nn.Linear(hidden_size, 1, dtype=dtype))
             self.critic.load_state_dict(safetensors.torch.load_file(critic))

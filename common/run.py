@@ -5,11 +5,14 @@ import glob
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import random
 import shutil
+import signal
 import socket
 import sys
+import threading
 import time
 import warnings
 
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import UsageError, grading, require
+from common import RunError, UsageError, grading, require
 
 # ---- processes -----------------------------------------------------------------------------------
 
@@ -37,6 +40,7 @@ def set_up_processes() -> tuple[int, int]:
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # 15 s for one small function of vLLM
     # DeepSpeed compiles with ninja, which pip puts beside this Python and not on everyone's PATH
     os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+    sys.stdout.reconfigure(errors="backslashreplace")  # a model writes what no terminal shows
     os.environ.setdefault("DS_LOG_LEVEL", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -47,6 +51,10 @@ def set_up_processes() -> tuple[int, int]:
 
 def local_rank() -> int:
     return int(os.environ["LOCAL_RANK"])
+
+
+def resolve_dtype(dtype: str) -> str:
+    return {"auto": "bfloat16" if torch.cuda.is_available() else "float32"}.get(dtype, dtype)
 
 
 def seed_of(*parts: int | str) -> int:
@@ -76,6 +84,7 @@ def check_args(args) -> None:
     names += ("max_response_len", "micro_batch_tokens", "eval_problems", "eval_rounds")
     names += ("save_every", "keep_checkpoints")
     check_at_least_1(args, *(name for name in names if hasattr(args, name)))
+    require(args.grace_seconds >= 0, f"--grace-seconds {args.grace_seconds}: must be 0 or more")
     check_sampling(args, "temperature", "eval_temperature")
     require(args.eval_every >= 0, f"--eval-every {args.eval_every}: must be 0 (never) or more")
     positive = ("learning_rate", "max_grad_norm", "clip_coef", "clip_coef_value")
@@ -198,12 +207,16 @@ def mean_of(dicts: list[dict[str, float]]) -> dict[str, float]:
 
 
 def step(engine, learning_rate: float) -> float:
-    """One optimizer step of a DeepSpeed engine; the norm of its gradients before clipping."""
+    """One optimizer step of a DeepSpeed engine; the norm of its gradients before clipping. Where
+    that is not finite, there is no step, and the gradients are gone."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
     # ZeRO 0 in float32 is the one case in which DeepSpeed does not report the norm.
     grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads) if grads else 0.0
+    norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+    if not math.isfinite(norm):  # what DeepSpeed checks in its other cases
+        discard_gradients(engine)
+        return norm
     engine.step()
     return float(engine.get_global_grad_norm() or norm)
 
@@ -229,22 +242,28 @@ def weight_distance(model: torch.nn.Module, start: torch.nn.Module) -> float:
     return (distance / sum(old.float().square().sum() for _, old in pairs)).sqrt().item()
 
 
-def check_model(model: str, max_model_len: int) -> None:
+def check_model(model: str, max_model_len: int, trust_remote_code: bool = False) -> None:
     """Raises UsageError unless `model` is a checkpoint folder, or the name of one on the hub, for
-    sequences of `max_model_len` tokens."""
+    sequences of `max_model_len` tokens; with code of its own, or with weights that are pickles
+    (which run code when they are read), only where that is trusted."""
     from safetensors import safe_open
     from transformers import AutoConfig, AutoTokenizer  # seconds
+    from transformers.utils import cached_file
 
     is_hub_name = model.count("/") == 1 and not model.startswith((".", "/", "~", "runs/"))
     hint = "; `python sft.py` makes it" if model == "runs/sft/hf" else ""
     require(os.path.isdir(model) or is_hub_name, f"--model {model}: no such folder{hint}")
     try:
-        config = AutoConfig.from_pretrained(model)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        if os.path.exists(weights := os.path.join(model, "model.safetensors")):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+        for weights in glob.glob(os.path.join(glob.escape(model), "*.safetensors")):
             safe_open(weights, "pt")  # reads the header: a file that was cut off fails here
     except Exception as error:  # transformers raises anything, KeyError included
         reason = " ".join(str(error).split())[:300]
+        require(
+            "trust_remote_code" not in reason,
+            f"--model {model}: runs code of its own; read it, then --trust-remote-code",
+        )
         what = "no such folder, nor on the hub" if not os.path.isdir(model) else "not a checkpoint"
         raise UsageError(f"--model {model}: {what} ({reason})") from None
     require(tokenizer.eos_token_id is not None, f"--model {model}: its tokenizer has no EOS token")
@@ -253,11 +272,50 @@ def check_model(model: str, max_model_len: int) -> None:
         max_model_len <= longest,
         f"--max-model-len {max_model_len}: {model} was made for at most {longest} tokens",
     )
-    weights = ("model.safetensors", "model.safetensors.index.json")
-    require(
-        is_hub_name or any(os.path.exists(os.path.join(model, name)) for name in weights),
-        f"--model {model}: not a checkpoint (no model.safetensors in it)",
-    )
+
+    def has(name: str) -> bool:
+        for file in (f"{name}.index.json", name):
+            try:
+                cached_file(model, file)  # of a name on the hub, downloads it
+                return True
+            except OSError:
+                pass
+        return False
+
+    if not has("model.safetensors"):
+        require(
+            has("pytorch_model.bin"),
+            f"--model {model}: not a checkpoint (no model.safetensors in it)",
+        )
+        require(
+            trust_remote_code,
+            f"--model {model}: its weights are pickles (pytorch_model.bin), which can run code; "
+            "where you trust them: --trust-remote-code",
+        )
+
+
+def count_tokens(tokenizer) -> int:
+    """1 + the largest id that can be decoded."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def load_model(model: str, dtype: str, trust_remote_code: bool = False) -> torch.nn.Module:
+    """A causal language model for `check_model`'s kind of name, in evaluation mode.
+
+    Where its vocabulary is padded beyond the tokenizer's (DeepSeekMath: 102,400 rows for 100,015
+    tokens) the head's logits end with the last token, as the sampler's do: what cannot be decoded
+    has no probability.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"use_safetensors": None if trust_remote_code else True}
+    options["trust_remote_code"] = trust_remote_code
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **options).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    if (num_tokens := count_tokens(tokenizer)) < loaded.config.vocab_size:
+        head = loaded.get_output_embeddings()
+        head.register_forward_hook(lambda _, inputs, logits: logits[..., :num_tokens])
+    return loaded
 
 
 # ---- the run folder ------------------------------------------------------------------------------
@@ -268,6 +326,11 @@ SHOWN = {
     **{"dpo/chosen_logratio": "chosen", "dpo/rejected_logratio": "rejected"},
     **{"policy/weight_distance": "weights moved", "policy/sampler_gap": "sampler gap"},
 }
+
+
+# Mean |log-prob of the sampler - of the trainer| over tokens above which a run stops: 1,000 times
+# what kernels that differ cause. (A learning rate of 1e-6 stays below it in bfloat16 for long.)
+MAX_SAMPLER_GAP = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 class Run:
@@ -282,10 +345,11 @@ class Run:
         script = os.path.splitext(os.path.basename(script))[0]
         self.folder = args.output_dir or f"runs/{script}-{args.task}-seed{args.seed}"
         self.args, self.is_main = args, rank == 0
+        self.dtype = resolve_dtype(args.dtype)
         self.settings = {**dataclasses.asdict(args), "script": script, "world_size": world_size}
         for name in (  # may change when a run goes on: results do not, but for float noise
             *("resume", "output_dir", "track", "save_every", "keep_checkpoints"),
-            *("gpu_memory_utilization", "micro_batch_tokens"),
+            *("gpu_memory_utilization", "micro_batch_tokens", "grace_seconds", "on_nan"),
         ):
             self.settings.pop(name, None)
         if not self.is_main:
@@ -304,21 +368,17 @@ class Run:
         require(os.path.exists(path), f"--resume {args.resume}: no run to resume in {self.folder}")
         with open(path) as file:
             saved = json.load(file)
-        changed = [
-            f"{name} was {saved.get(name)!r}, is {self.settings.get(name)!r}"
-            for name in sorted(saved.keys() | self.settings.keys())
-            if saved.get(name) != self.settings.get(name)
-        ]
+        differing = compare_settings(saved, self.settings)
         require(
-            not changed,
-            f"--resume {args.resume}: {self.folder} was made with other settings: "
-            + "; ".join(changed),
+            not differing,
+            f"--resume {args.resume}: {self.folder} was made with other settings: {differing}",
         )
 
     def open(self, engines: dict, total: int) -> int:
-        """Loads the newest checkpoint, if there is one; returns how many of `total` are done."""
+        """Loads the newest checkpoint that is whole, if there is one; returns how many of `total`
+        are done. Raises UsageError where none is whole, or it is another run's."""
         os.makedirs(os.path.join(self.folder, "checkpoints"), exist_ok=True)
-        done = max(self.checkpoints(), default=0)
+        done = self.find_whole()
         for name, engine in engines.items() if done else ():
             path, _ = engine.load_checkpoint(self.path(done), tag=name)
             require(path, f"{self.path(done)}: no state of {name!r} in it")
@@ -347,11 +407,54 @@ class Run:
             disable=not self.is_main,
             mininterval=0.1 if sys.stderr.isatty() else 30,
         )
-        dtypes = [next(engine.module.parameters()).dtype for engine in engines.values()]
-        self.is_float32 = all(dtype == torch.float32 for dtype in dtypes)
+        self.total, self.iteration = total, done + 1
         self.phases: dict[str, float] = {}
         self.phase_name, self.phase_start = "", time.perf_counter()
+        self.stopping = False
+        signals, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        signal.set_wakeup_fd(wakeup.fileno())
+        # the thread acts: this one may wait for other ranks for minutes, outside of Python
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        threading.Thread(target=self.wait_for_sigterm, args=(signals, wakeup), daemon=True).start()
         return done
+
+    def wait_for_sigterm(self, signals: socket.socket, _) -> None:
+        while signals.recv(1)[0] != signal.SIGTERM:
+            pass
+        self.stopping = True
+        grace = self.args.grace_seconds
+        self.say(f"SIGTERM: the run ends with this iteration, or in {grace:g} s (--grace-seconds)")
+        time.sleep(grace)
+        self.say(f"SIGTERM: iteration {self.iteration} is lost; --resume auto goes on before it")
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGTERM)  # whatever it is doing: a kill loses no checkpoint
+
+    def find_whole(self) -> int:
+        """The newest checkpoint whose files are those of its manifest, 0 where there is none at
+        all. The damaged ones before it are given another name."""
+        (found,) = gather([self.checkpoints()] if self.is_main else [])
+        for iteration in reversed(found):
+            path = self.path(iteration)
+            try:
+                with open(os.path.join(path, "manifest.json")) as file:
+                    manifest = json.load(file)
+            except (OSError, ValueError):
+                damage = ["manifest.json"]
+            else:
+                differing = compare_settings(manifest["settings"], self.settings)
+                require(not differing, f"{path}: not of this run: {differing}")
+                names = sorted(manifest["files"])
+                sums = gather([digest(os.path.join(path, name)) for name in share(names)])
+                damage = [n for n, s in zip(names, sums, strict=True) if s != manifest["files"][n]]
+            if not damage:
+                return iteration
+            dist.barrier()  # all have read it
+            if self.is_main:
+                os.replace(path, f"{os.path.dirname(path)}/damaged_{iteration}_{time.time():.0f}")
+            self.say(f"WARNING: checkpoint {iteration} is damaged ({', '.join(damage)}): passed by")
+        require(not found, f"{self.folder}: all of its checkpoints are damaged; start a new run")
+        return 0
 
     def keep_lines(self, name: str, done: int) -> None:
         """Drops what a killed run wrote after its newest checkpoint, half a line included."""
@@ -383,9 +486,12 @@ class Run:
         self.phase("")
         seconds = sum(self.phases.values())
         line = {"iteration": iteration, **metrics, **self.phases, "time/iteration": seconds}
-        if failures := sum(gather([grading.worker.take_failures()])):
-            line["rollout/grading_failures"] = failures
-        self.phases = {}
+        of_ranks = gather([(grading.worker.take_failures(), self.stopping)])
+        failures, stopping = zip(*of_ranks, strict=True)
+        if sum(failures):
+            line["rollout/grading_failures"] = sum(failures)
+        self.stopping = any(stopping)  # one answer for all ranks
+        self.phases, self.iteration = {}, iteration + 1
         if self.is_main:
             self.append("metrics.jsonl", line)
             for name, value in line.items():
@@ -395,14 +501,40 @@ class Run:
                 import wandb
 
                 wandb.log(line, step=iteration)
-        if (gap := line.get("policy/sampler_gap", 0.0)) > (1e-4 if self.is_float32 else 0.1):
-            self.say(f"WARNING: sampler and trainer differ by {gap:.2g}: has vLLM stale weights?")
         shown = [f"{SHOWN[name]} {line[name]:.3g}" for name in SHOWN if name in line]
         self.shows_episode = iteration == 1 or "eval/pass@1" in line
         if line.keys() & {"rollout/reward", "eval/loss", "eval/pass@1"}:
             self.say(f"{iteration}: {', '.join(shown)}, {seconds:.1f} s")
         self.bar.set_postfix_str(shown[0], refresh=False)
         self.bar.update()
+
+    def check(self, numbers: dict[str, float], batch: dict[str, torch.Tensor]) -> None:
+        """Stops where a number is not finite, or sampler and trainer differ: RunError, after
+        writing the batch to <folder>/stopped_<iteration>.pt. With --on-nan skip numbers that are
+        not finite leave the dict, which gets "policy/skipped" 1. All ranks must call it alike."""
+        gap, limit = numbers.get("policy/sampler_gap", 0.0), MAX_SAMPLER_GAP[self.dtype]
+        broken = {name: x for name, x in numbers.items() if not math.isfinite(x)}
+        if not broken and gap <= limit:
+            return
+        path = os.path.join(self.folder, f"stopped_{self.iteration:06d}.pt")
+        where = f"iteration {self.iteration}: "
+        if self.is_main:
+            torch.save({**batch, **numbers}, path)
+        if not broken:
+            raise RunError(
+                f"{where}policy/sampler_gap is {gap:.2g}, above {limit:g}: vLLM has other weights "
+                f"than the trainer, or computes otherwise (run.MAX_SAMPLER_GAP); see {path}"
+            )
+        what = ", ".join(f"{name} is {x}" for name, x in broken.items())
+        if self.args.on_nan == "stop":
+            raise RunError(
+                f"{where}{what}; the batch is in {path}, the last checkpoint is from before it "
+                "(--resume auto; --on-nan skip passes such minibatches by)"
+            )
+        self.say(f"WARNING: {where}{what}; passed by, the batch is in {path}")
+        for name in broken:
+            del numbers[name]
+        numbers["policy/skipped"] = 1.0
 
     def episode(
         self,
@@ -440,9 +572,33 @@ class Run:
         return sorted(int(name[10:]) for name in names if name.startswith("iteration_"))
 
     def save(self, iteration: int, engines: dict, model: torch.nn.Module, tokenizer) -> None:
-        """All ranks must call it. Written aside, then renamed: a kill leaves the last good one."""
+        """All ranks must call it. Written aside, then renamed: a kill leaves the last good one.
+
+        Ends the process after a SIGTERM. Raises RunError where it cannot be written."""
         self.phase("save")
         aside = os.path.join(self.folder, "checkpoints", "unfinished")
+        try:
+            self.write(aside, engines, model, tokenizer)
+        except Exception as error:  # a full disk comes as an error of three libraries
+            if self.is_main:
+                shutil.rmtree(aside, ignore_errors=True)  # room for whoever needs it
+            last = max(self.checkpoints(), default=None)
+            safe = f"checkpoint {last} is intact" if last else "there is no other one yet"
+            raise RunError(
+                f"checkpoint {iteration} could not be written to {self.folder} ({error}); {safe}: "
+                "make room, then --resume auto"
+            ) from error
+        if self.is_main:
+            os.replace(aside, self.path(iteration))
+            flush_to_disk(os.path.dirname(aside))
+            self.tidy_up()
+        dist.barrier()
+        if self.stopping and iteration != self.total:
+            self.say(f"SIGTERM: checkpoint {iteration} is written; --resume auto goes on with it")
+            sys.stdout.flush()
+            os._exit(128 + signal.SIGTERM)
+
+    def write(self, aside: str, engines: dict, model: torch.nn.Module, tokenizer) -> None:
         if self.is_main:
             shutil.rmtree(aside, ignore_errors=True)
         dist.barrier()
@@ -455,14 +611,16 @@ class Run:
                 # copies: ZeRO 2 keeps parameters as views of one buffer
                 weights = {k: v.clone() for k, v in engines[name].module.state_dict().items()}
                 safetensors.torch.save_file(weights, os.path.join(aside, f"{name}.safetensors"))
-            for folder, _, names in os.walk(aside):
-                for name in ["", *names]:
-                    flush_to_disk(os.path.join(folder, name))
         dist.barrier()
+        paths = glob.glob(os.path.join(glob.escape(aside), "**"), recursive=True)
+        names = sorted(os.path.relpath(path, aside) for path in paths if os.path.isfile(path))
+        sums = gather([digest(os.path.join(aside, name)) for name in share(names)])
         if self.is_main:
-            os.replace(aside, self.path(iteration))
-            flush_to_disk(os.path.dirname(aside))
-            self.tidy_up()
+            manifest = {"settings": self.settings, "files": dict(zip(names, sums, strict=True))}
+            with open(os.path.join(aside, "manifest.json"), "w") as file:
+                json.dump(manifest, file, indent=1)
+            for path in [*paths, file.name]:
+                flush_to_disk(path)
         dist.barrier()
 
     def tidy_up(self) -> None:
@@ -497,6 +655,21 @@ class Run:
             with open(os.path.join(self.folder, "finished"), "w"):
                 pass
             self.say(f"checkpoint: {os.path.join(self.folder, 'hf')}")
+
+
+def compare_settings(saved: dict, given: dict) -> str:
+    """What differs, "" where nothing does."""
+    names = sorted(saved.keys() | given.keys())
+    differing = [name for name in names if saved.get(name) != given.get(name)]
+    return "; ".join(f"{n} was {saved.get(n)!r}, is {given.get(n)!r}" for n in differing)
+
+
+def digest(path: str) -> str:
+    """SHA-256 of a file, "" where there is none."""
+    if not os.path.isfile(path):
+        return ""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush_to_disk(path: str) -> None:

@@ -1,5 +1,6 @@
 """vLLM inside the training process: one engine a rank, weights synced in memory."""
 
+import functools
 import os
 import random
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from common.grading import grade_all
-from common.run import gather, seed_of, share
+from common.run import count_tokens, gather, seed_of, share
 
 # The engine runs in this process (its default is a process of its own): it shares our
 # torch.distributed world, our memory and our random generators.
@@ -27,7 +28,14 @@ class Sample(NamedTuple):
 
 
 class Sampler:
-    def __init__(self, model: str, dtype: str, max_model_len: int, gpu_memory_utilization: float):
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        max_model_len: int,
+        gpu_memory_utilization: float,
+        trust_remote_code: bool = False,
+    ):
         """`model`: a checkpoint folder; it must be loaded on every rank at the same time."""
         from vllm import LLM  # it takes seconds, for which a mistyped flag should not wait
 
@@ -44,8 +52,13 @@ class Sampler:
             gpu_memory_utilization=gpu_memory_utilization,
             use_tqdm_on_load=False,
             seed=0,
+            trust_remote_code=trust_remote_code,
+            load_format="auto" if trust_remote_code else "safetensors",
         )
         self.tokenizer = self.llm.get_tokenizer()
+        self.llm.apply_model(
+            functools.partial(hide_padding, num_tokens=count_tokens(self.tokenizer))
+        )
 
     def generate(
         self,
@@ -119,6 +132,19 @@ class Sampler:
         self.sync_weights(model)
         if self.on_gpu:
             self.llm.wake_up(tags=["kv_cache"])
+
+
+def hide_padding(model: torch.nn.Module, num_tokens: int) -> None:
+    """Embeddings may be padded beyond the tokenizer: give those ids no probability. (vLLM's own
+    allowed_token_ids would do it a request at a time, with a mask of the vocabulary for each.)"""
+    compute_logits = model.compute_logits
+
+    def compute_logits_of_tokens(hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = compute_logits(hidden_states)  # (n, V)
+        logits[:, num_tokens:] = float("-inf")
+        return logits
+
+    model.compute_logits = compute_logits_of_tokens
 
 
 def evaluate(

@@ -26,9 +26,11 @@ def main(
     tied: bool = False,
     zero_stage: Literal[0, 2] = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    padding: int = 0,
     model: str = "",
 ) -> None:
-    """`model`: a real checkpoint instead of a small random Llama."""
+    """`padding`: rows of the embeddings beyond the tokenizer's tokens. `model`: a real checkpoint
+    instead of a small random Llama."""
     rank, _ = run.set_up_processes()
     import deepspeed
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,6 +44,7 @@ def main(
             tokenizer = data.make_chain_tokenizer()
             config = data.make_chain_model_config(tokenizer)
             config.tie_word_embeddings = tied
+            config.vocab_size += padding
             config.max_position_embeddings = 512
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(config).save_pretrained(model)
@@ -49,7 +52,7 @@ def main(
         dist.barrier()
     sampler = sampling.Sampler(model, dtype, 512, 0.4)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    trained = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    trained = run.load_model(model, dtype)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
@@ -104,6 +107,11 @@ def main(
     result["stopped"] = len(stopped)
     for s in stopped:
         assert s.finished and "5" not in tokenizer.decode(s.ids) and len(s.logprobs) == len(s.ids)
+
+    # above 10,000 tokens at temperature 2: none that the tokenizer does not know
+    many = sample(4, n=180, temperature=2.0)
+    result["largest"] = max(i for group in many for s in group for i in s.ids)
+    result["tokens"] = sum(len(s.ids) for group in many for s in group)
 
     for update in range(NUM_UPDATES):
         inputs, _ = batch_of(sample(update))

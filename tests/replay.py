@@ -38,6 +38,15 @@ class Replay:
         pass
 
 
+def replay_samples(folder: str) -> None:
+    with open(os.path.join(folder, "episodes"), "rb") as stream:
+        Replay.recorded = {
+            key: [sampling.Sample(*sample) for sample in group]
+            for key, group in pickle.load(stream).items()
+        }
+    sampling.Sampler = Replay
+
+
 OPTIONS = dict(num_prompts=4, group_size=3, minibatch_size=6, learning_rate=1e-3, eval_every=0)
 OF_SCRIPT = {
     "vineppo": dict(num_iterations=1, kl_coef=0.1, k=2),
@@ -61,10 +70,8 @@ def main(
     record: bool = False,
     micro_batch_tokens: int = 4096,
     zero_stage: Literal[0, 2] = 0,
-    guard: bool = False,
     scripts: tuple[str, ...] = tuple(OF_SCRIPT),
 ) -> None:
-    """`guard`: pretend that the second minibatch's ratio exploded, so that its step is skipped."""
     rank, _ = run.set_up_processes()
     file = os.path.join(folder, "episodes")
     os.makedirs(os.path.join(folder, name), exist_ok=True)
@@ -90,12 +97,7 @@ def main(
         sampling.Sampler.__init__ = create_once
         sampling.Sampler.generate = record_samples
     else:
-        with open(file, "rb") as stream:
-            Replay.recorded = {
-                key: [sampling.Sample(*sample) for sample in group]
-                for key, group in pickle.load(stream).items()
-            }
-        sampling.Sampler = Replay
+        replay_samples(folder)
 
     grading.grade_all = grade_by_sum
     steps = []
@@ -113,8 +115,6 @@ def main(
     run.step = record_step
     for script in scripts:
         module = importlib.import_module(script)
-        if guard:
-            explode_the_second(module)
         steps.clear()
         output = os.path.join(folder, name, script)
         options = OPTIONS | dict(temperature=1.9) | OF_SCRIPT[script]  # ragged, some cut off
@@ -133,24 +133,6 @@ def main(
         with open(file, "wb") as stream:
             plain = {key: [tuple(s) for s in group] for key, group in recorded.items()}
             pickle.dump(plain, stream)
-
-
-def explode_the_second(module) -> None:
-    mean_of, compute = run.mean_of, module.compute_policy_loss
-    calls = []
-
-    def exploded(*arguments):
-        loss, sums = compute(*arguments)
-        calls.append(1)
-        factor = 100.0 if len(calls) == 2 else 1.0
-        return loss, {**sums, "policy/ratio": sums["policy/ratio"] * factor}
-
-    def checked(updates):
-        assert [u["policy/skipped"] for u in updates] == [0, 1, 0, 0], updates
-        assert "policy/grad_norm" not in updates[1]
-        return mean_of(updates)
-
-    module.compute_policy_loss, run.mean_of = exploded, checked
 
 
 if __name__ == "__main__":

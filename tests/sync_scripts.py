@@ -21,8 +21,9 @@ PASSAGES = {
     "schedule": ("def learning_rate_at(", "return peak * "),
     "flags of the model": ("dtype: Literal", "share of a GPU's memory for vLLM"),
     "processes": ("import deepspeed", "deepspeed.init_distributed("),
-    "set-up": ("tokenizer = AutoTokenizer", "ref_model = AutoModelForCausalLM"),
+    "set-up": ("trusted = ", "ref_model = run.load_model"),
     "optimizer": ("adamw = ", '"optimizer": '),
+    "flags of ends": ("grace_seconds: float", "NaN or infinity"),
     "engine": ("policy, *_ = deepspeed.initialize(", "model=model, model_parameters="),
     "draw prompts": ("drawn = run.draw(len(problems)", "b_answer = "),
     "sample responses": ('logger.phase("sample")', 'metrics["tokens/sample"]'),
@@ -34,7 +35,8 @@ PASSAGES = {
 OTHERS = {  # the passages that a script has
     "restem.py": set(PASSAGES) - {"checkpoints"},
     "dpo_pos.py": set(PASSAGES) - {"draw prompts", "sample responses", "rewards"},
-    "sft.py": {"log-probs", "schedule", "processes", "optimizer", "engine", "checkpoints"},
+    "sft.py": {"log-probs", "schedule", "processes", "optimizer", "engine", "checkpoints"}
+    | {"flags of ends"},
 }
 
 

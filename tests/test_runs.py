@@ -295,13 +295,64 @@ def test_recorded_episodes_are_ragged_and_some_are_cut(recorded):
         assert 0 < line["rollout/unfinished"] < 1
 
 
-def test_an_exploded_minibatch_is_skipped_and_counted(recorded, replayed):
+@pytest.fixture(scope="module")
+def faults(recorded):
+    """{(script, what breaks, --on-nan): what the run did}."""
+    folder, arguments = recorded
+    lines = call("-m", "tests.faults", *arguments).stdout.splitlines()
+    found = [json.loads(line) for line in lines if line.startswith('{"case"')]
+    return folder / "faults", {tuple(one["case"]): one for one in found}
+
+
+def test_an_exploded_minibatch_is_skipped_and_counted(recorded, faults):
     """The second minibatch's ratio is made to look like an explosion: three steps, not four."""
-    found = replayed("guard", 1, "--guard", "--scripts", "vineppo")
-    steps, whole = torch.load(found / "vineppo"), torch.load(recorded[0] / "recorded/vineppo")
-    (metrics,) = read_jsonl(found / "vineppo.run/metrics.jsonl")
-    assert len(steps) == 3 and metrics["policy/skipped"] == 0.25
-    assert steps[0]["norm"] == whole[0]["norm"] and steps[1]["norm"] != whole[2]["norm"]
+    found = faults[1]["vineppo", "ratio", "stop"]
+    whole = [step["norm"] for step in torch.load(recorded[0] / "recorded/vineppo")]
+    assert found["error"] == "" and found["metrics"][0]["policy/skipped"] == 0.25
+    assert len(found["norms"]) == 3 and found["norms"][0] == whole[0] != found["norms"][1]
+
+
+@pytest.mark.parametrize(
+    ("script", "fault", "iteration", "number"),
+    [
+        ("vineppo", "loss", 1, "loss/policy is nan, "),
+        ("vineppo", "gradient", 1, "policy/grad_norm is nan; "),
+        ("vineppo", "logprob", 1, "policy/old_logprob is -inf; "),
+        ("ppo", "gradient", 1, "policy/grad_norm is nan; "),
+        ("ppo", "critic", 1, "value/grad_norm is nan; "),
+        ("restem", "gradient", 1, "policy/grad_norm is nan; "),
+        ("dpo_pos", "gradient", 2, "policy/grad_norm is nan; "),
+        ("sft", "gradient", 2, "policy/grad_norm is nan; "),
+    ],
+)
+def test_broken_numbers_stop_the_run(faults, script, fault, iteration, number):
+    folder, outcomes = faults
+    found = outcomes[script, fault, "stop"]
+    assert f"iteration {iteration}: " in found["error"] and number in found["error"]
+    (name,) = found["dumped"]
+    dumped = torch.load(folder / f"{script}-{fault}-stop" / name)
+    assert name in found["error"] and len(dumped["problems" if script == "sft" else "mask"]) > 1
+    assert len(found["metrics"]) == iteration - 1
+
+
+@pytest.mark.parametrize("script", ["vineppo", "ppo", "restem", "dpo_pos", "sft"])
+def test_broken_numbers_can_be_skipped_and_counted(faults, script):
+    found = faults[1][script, "gradient", "skip"]
+    broken = [norm for norm in found["norms"] if not math.isfinite(norm)]
+    assert found["error"] == "" and len(broken) == 1 and len(found["norms"]) > 3
+    skipped = [line.get("policy/skipped", 0) for line in found["metrics"]]
+    assert sum(skipped) > 0 and all(math.isfinite(x) for m in found["metrics"] for x in m.values())
+    if script == "vineppo":
+        assert skipped == [0.25]
+        for fault in ("loss", "logprob"):
+            (metrics,) = faults[1]["vineppo", fault, "skip"]["metrics"]
+            assert 0 < metrics["policy/skipped"] < 1 and 0 < metrics["policy/grad_norm"] < 100
+
+
+def test_a_stale_engine_trains_no_model(faults):
+    found = faults[1]["vineppo", "stale", "stop"]
+    assert "policy/sampler_gap is 0.01, above 0.0001: vLLM has other weights" in found["error"]
+    assert found["norms"] == []
 
 
 def tiny_engine(zero_stage: int, dtype: str):
@@ -355,9 +406,14 @@ def check_parity(*options, ranks=2, limit=1e-4):
     assert all(gap > 0.01 for gap in found["stale"]), found  # the measure can tell
     assert all(0 < norm < 1000 for norm in found["grad_norm"]), found
     assert found["stopped"] > 0
+    assert found["tokens"] > 10_000
+    if "--model" not in options:  # the embedded tokenizer, whose embeddings may be padded
+        assert found["largest"] == len(data.make_chain_tokenizer()) - 1
     assert found["reproducible"] and found["distinct"] and found["empty"] == []
 
 
-@pytest.mark.parametrize("options", [["--tied"], ["--no-tied", "--zero-stage", "2"]])
+@pytest.mark.parametrize(
+    "options", [["--tied", "--padding", "30"], ["--no-tied", "--zero-stage", "2"]]
+)
 def test_sampler_and_trainer_agree_before_and_after_updates(options):
     check_parity(*options)

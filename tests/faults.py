@@ -1,0 +1,117 @@
+"""What the scripts do when numbers break, on the episodes that tests/replay.py recorded:
+
+    python -m tests.faults --folder FOLDER --model MODEL
+
+Each case breaks one thing in one run; prints a line of JSON for each: the error, the number of
+optimizer steps, the metrics, what was dumped. One process: the engines start once.
+"""
+
+import importlib
+import json
+import os
+
+import torch
+import tyro
+
+from common import RunError, grading, run
+from tests import replay
+
+# (script, what breaks, --on-nan)
+CASES = [
+    *(("vineppo", fault, "stop") for fault in ("loss", "gradient", "logprob", "stale", "ratio")),
+    *(("vineppo", fault, "skip") for fault in ("loss", "gradient", "logprob")),
+    *((script, "gradient", "stop") for script in ("ppo", "restem", "dpo_pos", "sft")),
+    *((script, "gradient", "skip") for script in ("ppo", "restem", "dpo_pos", "sft")),
+    ("ppo", "critic", "stop"),
+]
+SFT = dict(num_epochs=4 * 8 / 40_000, batch_size=8, eval_every=0)
+
+
+def break_logprobs(module, fault: str) -> None:
+    """The second pass with a gradient, or the first without one, gives NaN or infinity."""
+    compute, calls = module.compute_logprobs, []
+
+    def broken(model, input_ids, prompt_lens, response_mask, temperature):
+        logprobs = compute(model, input_ids, prompt_lens, response_mask, temperature)
+        if logprobs.requires_grad:
+            calls.append(1)
+            if len(calls) == 2 and fault == "loss":
+                logprobs = logprobs * torch.where(response_mask > 0, torch.nan, 1)
+            elif len(calls) == 2 and fault == "gradient":  # its value is 0, its slope is infinite
+                logprobs = logprobs + (logprobs - logprobs.detach()).sqrt()
+        elif fault == "logprob" and not calls:
+            calls.append(0)
+            logprobs[0, 0] = -torch.inf
+        return logprobs
+
+    module.compute_logprobs = broken
+
+
+def break_critic(module) -> None:
+    compute = module.compute_value_loss
+
+    def broken(*arguments):
+        loss, sums = compute(*arguments)
+        return loss * torch.nan, sums
+
+    module.compute_value_loss = broken
+
+
+def explode_ratio(module) -> None:
+    """The second minibatch's ratio looks like an explosion: finite, but above 10."""
+    compute, calls = module.compute_policy_loss, []
+
+    def exploded(*arguments):
+        loss, sums = compute(*arguments)
+        calls.append(1)
+        factor = 100.0 if len(calls) == 2 else 1.0
+        return loss, {**sums, "policy/ratio": sums["policy/ratio"] * factor}
+
+    module.compute_policy_loss = exploded
+
+
+def main(folder: str, model: str) -> None:
+    run.set_up_processes()
+    replay.replay_samples(folder)
+    grading.grade_all = replay.grade_by_sum
+    recorded, step, norms = replay.Replay.recorded, run.step, []
+
+    def record_step(engine, learning_rate: float) -> float:
+        norms.append(step(engine, learning_rate))
+        return norms[-1]
+
+    run.step = record_step
+    for script, fault, on_nan in CASES:
+        module = importlib.reload(importlib.import_module(script))
+        output = os.path.join(folder, "faults", f"{script}-{fault}-{on_nan}")
+        options = replay.OPTIONS | dict(temperature=1.9) | replay.OF_SCRIPT.get(script, {})
+        if script == "sft":
+            options = SFT
+        replay.Replay.recorded = recorded
+        if fault in ("loss", "gradient", "logprob"):
+            break_logprobs(module, fault)
+        elif fault == "critic":
+            break_critic(module)
+        elif fault == "ratio":
+            explode_ratio(module)
+        else:  # the sampler's log-probs are those of other weights
+            replay.Replay.recorded = {
+                key: [s._replace(logprobs=[x - 0.01 for x in s.logprobs]) for s in group]
+                for key, group in recorded.items()
+            }
+        norms.clear()
+        error = ""
+        try:
+            module.main(module.Args(model=model, output_dir=output, on_nan=on_nan, **options))
+        except RunError as raised:
+            error = str(raised)
+        found = {"case": [script, fault, on_nan], "error": error, "norms": list(norms)}
+        found["dumped"] = sorted(name for name in os.listdir(output) if name.endswith(".pt"))
+        with open(os.path.join(output, "metrics.jsonl")) as file:
+            found["metrics"] = [json.loads(line) for line in file]
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
+    os._exit(0)
