@@ -16,6 +16,7 @@ test: .venv/installed
 	.venv/bin/python -m pytest -q -m "not soak"
 
 soak: .venv/installed
+	FUZZ_TIMES=40 .venv/bin/python -m pytest -q tests/test_fuzz.py
 	.venv/bin/python -m pytest -q -s -m soak
 
 compare: .venv/installed

@@ -353,17 +353,28 @@ def check_row(row: object, fields: tuple[str, ...], where: str) -> dict:
 # ---- prompts as ids ------------------------------------------------------------------------------
 
 
+def encode(problems: list[Problem], tokenizer) -> list[list[int]]:
+    """The one place where a prompt becomes ids, so the one place where a BOS is added (where the
+    tokenizer adds one). Raises UsageError for a prompt that has one already."""
+    texts = [problem.prompt for problem in problems]
+    prompt_ids = tokenizer(texts, verbose=False)["input_ids"] if problems else []
+    for text, ids in zip(texts, prompt_ids, strict=True):
+        require(
+            ids[:2].count(tokenizer.bos_token_id) < 2,
+            f"the prompt {text!r:.60} begins with {tokenizer.bos_token!r}, and the tokenizer puts "
+            "one before it: take it out of the data",
+        )
+    return prompt_ids
+
+
 def encode_prompts(
     problems: list[Problem], tokenizer, max_prompt_len: int
 ) -> tuple[list[Problem], list[list[int]]]:
     """The problems whose prompt has at most `max_prompt_len` tokens, and those prompts as ids.
 
-    The one place where a prompt becomes ids, so the one place where a BOS is added (where the
-    tokenizer adds one). Raises UsageError when nothing is left.
+    Raises UsageError when nothing is left.
     """
-    prompt_ids = (
-        tokenizer([problem.prompt for problem in problems])["input_ids"] if problems else []
-    )
+    prompt_ids = encode(problems, tokenizer)
     kept = [i for i, ids in enumerate(prompt_ids) if len(ids) <= max_prompt_len]
     require(
         kept or not problems,
@@ -381,9 +392,7 @@ def encode_solutions(
     Prompt and solution are encoded apart, as sampling will see them. Raises UsageError when nothing
     is left.
     """
-    prompt_ids = (
-        tokenizer([problem.prompt for problem in problems])["input_ids"] if problems else []
-    )
+    prompt_ids = encode(problems, tokenizer)
     solution_ids = [
         [
             *tokenizer(problem.solution, add_special_tokens=False)["input_ids"],

@@ -1,5 +1,6 @@
 """Processes, batches, the run folder and checkpoints: plumbing that is not an algorithm."""
 
+import ctypes
 import dataclasses
 import glob
 import hashlib
@@ -37,6 +38,8 @@ def set_up_processes() -> tuple[int, int]:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # a kernel for each shape of batch is kept; at its default, 1,024, memory grows for hours
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # 15 s for one small function of vLLM
     # DeepSpeed compiles with ninja, which pip puts beside this Python and not on everyone's PATH
     os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
@@ -125,11 +128,13 @@ def check_sampling(args, *temperatures: str) -> None:
 def describe_batch(args, num_problems: int, num_loaded: int) -> str:
     num_responses = args.num_prompts * args.group_size
     num_minibatches = num_responses // args.minibatch_size
+    idle = dist.get_world_size() - args.num_prompts
     return (
         f"{args.num_prompts} prompts x {args.group_size} responses = {num_responses} episodes = "
         f"{num_minibatches} minibatches x {args.update_epochs} epochs = "
         f"{num_minibatches * args.update_epochs} optimizer steps an iteration, on "
-        f"{dist.get_world_size()} ranks; {num_problems} problems "
+        f"{dist.get_world_size()} ranks{f', {idle} without a prompt' if idle > 0 else ''}; "
+        f"{num_problems} problems "
         f"({num_loaded - num_problems} dropped for the length of their prompt)"
     )
 
@@ -261,12 +266,18 @@ def check_model(model: str, max_model_len: int, trust_remote_code: bool = False)
     except Exception as error:  # transformers raises anything, KeyError included
         reason = " ".join(str(error).split())[:300]
         require(
-            "trust_remote_code" not in reason,
+            "trust_remote_code" not in str(error),
             f"--model {model}: runs code of its own; read it, then --trust-remote-code",
         )
         what = "no such folder, nor on the hub" if not os.path.isdir(model) else "not a checkpoint"
         raise UsageError(f"--model {model}: {what} ({reason})") from None
     require(tokenizer.eos_token_id is not None, f"--model {model}: its tokenizer has no EOS token")
+    num_tokens, rows = tokenizer.vocab_size, getattr(config, "vocab_size", tokenizer.vocab_size)
+    require(
+        num_tokens <= rows,
+        f"--model {model}: its tokenizer has {num_tokens} tokens, its embeddings {rows} rows: it "
+        "is another model's tokenizer",
+    )
     longest = getattr(config, "max_position_embeddings", max_model_len)
     require(
         max_model_len <= longest,
@@ -292,6 +303,8 @@ def check_model(model: str, max_model_len: int, trust_remote_code: bool = False)
             f"--model {model}: its weights are pickles (pytorch_model.bin), which can run code; "
             "where you trust them: --trust-remote-code",
         )
+    if getattr(tokenizer, "chat_template", None) and os.environ.get("RANK", "0") == "0":
+        print(f"note: {model} has a chat template; it is not used, prompts are plain text")
 
 
 def count_tokens(tokenizer) -> int:
@@ -312,8 +325,8 @@ def load_model(model: str, dtype: str, trust_remote_code: bool = False) -> torch
     options["trust_remote_code"] = trust_remote_code
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **options).eval()
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    if (num_tokens := count_tokens(tokenizer)) < loaded.config.vocab_size:
-        head = loaded.get_output_embeddings()
+    head, num_tokens = loaded.get_output_embeddings(), count_tokens(tokenizer)
+    if num_tokens < len(head.weight):
         head.register_forward_hook(lambda _, inputs, logits: logits[..., :num_tokens])
     return loaded
 
@@ -328,6 +341,9 @@ SHOWN = {
 }
 
 
+# may change when a run goes on: results do not, but for float noise
+FREE_SETTINGS = ("resume", "output_dir", "track", "save_every", "keep_checkpoints", "on_nan")
+FREE_SETTINGS += ("gpu_memory_utilization", "micro_batch_tokens", "grace_seconds")
 # Mean |log-prob of the sampler - of the trainer| over tokens above which a run stops: 1,000 times
 # what kernels that differ cause. (A learning rate of 1e-6 stays below it in bfloat16 for long.)
 MAX_SAMPLER_GAP = {"float32": 1e-4, "bfloat16": 0.1}
@@ -347,10 +363,7 @@ class Run:
         self.args, self.is_main = args, rank == 0
         self.dtype = resolve_dtype(args.dtype)
         self.settings = {**dataclasses.asdict(args), "script": script, "world_size": world_size}
-        for name in (  # may change when a run goes on: results do not, but for float noise
-            *("resume", "output_dir", "track", "save_every", "keep_checkpoints"),
-            *("gpu_memory_utilization", "micro_batch_tokens", "grace_seconds", "on_nan"),
-        ):
+        for name in FREE_SETTINGS:
             self.settings.pop(name, None)
         if not self.is_main:
             return
@@ -492,6 +505,7 @@ class Run:
             line["rollout/grading_failures"] = sum(failures)
         self.stopping = any(stopping)  # one answer for all ranks
         self.phases, self.iteration = {}, iteration + 1
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what the C library keeps grows for hours
         if self.is_main:
             self.append("metrics.jsonl", line)
             for name, value in line.items():

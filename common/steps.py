@@ -15,13 +15,14 @@ def line_rule(text: str) -> list[int]:
     The newline closes its step (the official code opens the next one with it), so no boundary looks
     at the token behind it: the state after a step is not chosen by what came next.
     """
-    ends = [match.end() for match in re.finditer("\n", text) if text[: match.end()].strip("\n")]
+    blank = len(text) - len(text.lstrip("\n"))
+    ends = [match.end() for match in re.finditer("\n", text) if match.end() > blank]
     return ends if ends and ends[-1] == len(text) else [*ends, len(text)]
 
 
 def gsm8k_rule(text: str) -> list[int]:
     """As `line_rule`, but the answer ("#### 72" and what follows) joins the last line before it."""
-    answer = re.search(r"\n+#### ", text)
+    answer = re.search(r"(?<!\n)\n+#### ", text)
     ends = line_rule(text)
     return [end for end in ends if end <= answer.start()] + ends[-1:] if answer else ends
 

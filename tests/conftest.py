@@ -23,13 +23,20 @@ def command(*arguments: str, ranks: int = 1) -> list[str]:
     return [f"{BIN}/torchrun", "--standalone", "--nproc-per-node", str(ranks), *arguments]
 
 
-def call(*arguments: str, ranks: int = 1, fails: bool = False) -> subprocess.CompletedProcess:
-    # not what a test that set up processes in this one has left in the environment
+def quiet_environment(ranks: int = 1) -> dict[str, str]:
+    """Without what a test that set up processes in this one has left in it."""
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in own}
-    environment["OMP_NUM_THREADS"] = "2" if ranks == 1 else "1"
+    return {**environment, "OMP_NUM_THREADS": "2" if ranks == 1 else "1"}
+
+
+def call(*arguments: str, ranks: int = 1, fails: bool = False) -> subprocess.CompletedProcess:
     result = subprocess.run(
-        command(*arguments, ranks=ranks), cwd=ROOT, env=environment, capture_output=True, text=True
+        command(*arguments, ranks=ranks),
+        cwd=ROOT,
+        env=quiet_environment(ranks),
+        capture_output=True,
+        text=True,
     )
     assert (result.returncode != 0) == fails, result.stdout[-3000:] + result.stderr[-6000:]
     return result

@@ -1,127 +1,259 @@
-"""What can be given wrong gets one message that names it, before any engine starts."""
+"""What can be given wrong gets one message that names it, before any engine starts: the table in
+docs/errors.md, whose every row is made here. `python -m tests.test_errors` renews the page."""
+# ruff: noqa: E501 (a case is a line)
 
 import json
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
 
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM
 
-from tests.conftest import call
+from common import UsageError, data, run
+from tests.conftest import ROOT, call, quiet_environment
 
-GOOD_LINE = '{"prompt": "1+1=?", "answer": "2"}\n'
+PAGE = os.path.join(ROOT, "docs/errors.md")
+PROBLEM = '{"prompt": "1+1=?", "answer": "2"}\n'
+EVIL = "import os\nopen(os.path.join(os.path.dirname(__file__), 'EXECUTED'), 'w')\n"
+
+# folder/train.jsonl (and validation.jsonl, if the second is not None)
+FILES: dict[str, tuple[bytes | str | None, str | None]] = {
+    "good": (PROBLEM, PROBLEM),
+    "nothing": (None, None),
+    "empty": ("", None),
+    "half": (PROBLEM + '{"prompt": \n', None),
+    "list": (PROBLEM + "[1, 2]\n", None),
+    "deep": (PROBLEM + "[" * 100_000 + "\n", None),
+    "no_answer": ('{"prompt": "1+1=?"}\n', None),
+    "number": ('{"prompt": "1+1=?", "answer": 2}\n', None),
+    "words": ('{"prompt": "1+1=?", "answer": "two"}\n', None),
+    "latin": (b'{"prompt": "caf\xe9", "answer": "2"}\n', None),
+    "surrogate": ('{"prompt": "\\ud800", "answer": "2"}\n', None),
+    "twice": ((PROBLEM[:-2] + ', "id": "a"}\n') * 2, None),
+    "no_validation": (PROBLEM, None),
+    "long": (PROBLEM.replace("=?", "+1" * 99 + "=?"), PROBLEM),
+    "bos": (PROBLEM.replace("1+1", "####1+1"), PROBLEM),
+    "no_marker": ('{"question": "1+1?", "answer": "two"}\n', None),
+}
+
+
+def make_models(folder) -> None:
+    """Tiny checkpoints, each wrong in one way, or in none ("model")."""
+    tokenizer = data.make_chain_tokenizer()
+    config = data.make_chain_model_config(tokenizer)
+    model = AutoModelForCausalLM.from_config(config)
+
+    def make(name: str, weights: bool = True):
+        if weights:
+            model.save_pretrained(folder / name)
+        config.save_pretrained(folder / name)
+        data.make_chain_tokenizer().save_pretrained(folder / name)
+        return folder / name
+
+    def change(path, **values) -> None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    make("model")
+    (folder / "no_checkpoint").mkdir()
+    make("no_weights", weights=False)
+    (make("cut_off") / "model.safetensors").write_bytes(b"\x10\x27" + bytes(100))
+    torch.save(model.state_dict(), make("pickles", weights=False) / "pytorch_model.bin")
+    of_its_own = make("code")
+    (of_its_own / "evil.py").write_text(EVIL)
+    classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    change(of_its_own / "config.json", model_type="evil", auto_map=classes)
+    change(make("few_rows", weights=False) / "config.json", vocab_size=20)
+    no_eos = data.make_chain_tokenizer()
+    no_eos.eos_token = None
+    no_eos.save_pretrained(make("no_eos"))
+    bos = data.make_chain_tokenizer()
+    bos.bos_token = "####"
+    bos._tokenizer.post_processor = TemplateProcessing(
+        single="#### $A", special_tokens=[("####", bos.bos_token_id)]
+    )
+    bos.save_pretrained(make("adds_bos"))
+    chat = data.make_chain_tokenizer()
+    chat.chat_template = "{{ messages }}"
+    chat.save_pretrained(make("chat"))
+
+
+JSONL = ["--task", "jsonl", "--data-dir"]
+# (what is given, the words of a command, its message). A word "FOLDER/x" is x of the folder above.
+CASES = [
+    ("**Flags**", [], ""),
+    ("a task that is none", ["--task", "nope"], "--task nope: no such task; there are chain, gsm8k, math, jsonl"),
+    ("a batch that minibatches do not divide", ["--minibatch-size", "24"], "--minibatch-size 24 does not divide the 64 responses of an iteration (--num-prompts 8 x --group-size 8)"),
+    ("no rollouts", ["--k", "0"], "--k 0: a value needs at least one rollout"),
+    ("a cap below 0", ["--max-steps-valued", "-1"], "--max-steps-valued -1: below 0"),
+    ("no prompts", ["--num-prompts", "0"], "--num-prompts 0: must be at least 1"),
+    ("no iterations", ["--num-iterations", "0"], "--num-iterations 0: must be at least 1"),
+    ("a learning rate of 0", ["--learning-rate", "0"], "--learning-rate 0.0: must be above 0"),
+    ("a temperature of 0", ["--eval-temperature", "0"], "--eval-temperature 0.0: must be above 0 and at most 2"),
+    ("a top-p above 1", ["--top-p", "2"], "--top-p 2.0: must be above 0 and at most 1"),
+    ("a warm-up above 1", ["--warmup-fraction", "3"], "--warmup-fraction 3.0: must be between 0 and 1"),
+    ("a negative KL coefficient", ["--kl-coef", "-1"], "--kl-coef -1.0: below 0"),
+    ("a negative time of grace", ["--grace-seconds", "-1"], "--grace-seconds -1.0: must be 0 or more"),
+    ("responses as long as the context", ["--max-response-len", "128"], "--max-response-len 128 leaves no room for a prompt in --max-model-len 128"),
+    ("Weights & Biases that is not installed", ["--track"], "--track needs Weights & Biases: .venv/bin/pip install wandb"),
+    ("a group of one", ["grpo.py", "--group-size", "1", "--minibatch-size", "8"], "--group-size 1: a group of one says nothing"),
+    ("a group of one", ["rloo.py", "--group-size", "1", "--minibatch-size", "8"], "--group-size 1: a group of one says nothing"),
+    ("a discount above 1", ["ppo.py", "--gamma", "1.5"], "--gamma 1.5: must be between 0 and 1"),
+    ("a negative lambda", ["ppo.py", "--gae-lambda", "-0.1"], "--gae-lambda -0.1: must be between 0 and 1"),
+    ("a critic that does not learn", ["ppo.py", "--critic-learning-rate", "0"], "--critic-learning-rate 0.0: must be above 0"),
+    ("a walk without steps", ["restem.py", "--eval-every", "0"], "--eval-every 0: the walk needs checkpoints to evaluate"),
+    ("a pair of one", ["dpo_pos.py", "--group-size", "1"], "--group-size 1: a pair needs two responses"),
+    ("a beta of 0", ["dpo_pos.py", "--beta", "0"], "--beta 0.0: must be above 0"),
+    ("a negative penalty", ["dpo_pos.py", "--penalty", "-1"], "--penalty -1.0: must be 0 (plain DPO) or more"),
+    ("no pairs", ["dpo_pos.py", "--max-pairs", "0"], "--max-pairs 0: must be at least 1"),
+    ("no epochs", ["sft.py", "--num-epochs", "0"], "--num-epochs 0.0: must be above 0"),
+    ("the embedded model for other text", ["sft.py", *JSONL, "FOLDER/good"], "--model embedded knows the characters of --task chain only, not those of jsonl"),
+    ("no responses", ["evaluate.py", "--model", "FOLDER/model", "--rounds", "0"], "--rounds 0: must be at least 1"),
+    ("**Files**", [], ""),
+    ("your own task without a folder", ["--task", "jsonl"], "--task jsonl reads a folder of JSONL files: name it with --data-dir"),
+    ("a folder that is not there", [*JSONL, "FOLDER/nowhere"], "--data-dir FOLDER/nowhere: no such folder"),
+    ("a file that is not there", [*JSONL, "FOLDER/nothing"], "FOLDER/nothing/train.jsonl: no such file"),
+    ("no validation problems", [*JSONL, "FOLDER/no_validation"], "FOLDER/no_validation/validation.jsonl: no such file (--eval-every 0 does without)"),
+    ("an empty file", [*JSONL, "FOLDER/empty"], "FOLDER/empty/train.jsonl: empty, expected one JSON object a line"),
+    ("half a line", [*JSONL, "FOLDER/half"], "FOLDER/half/train.jsonl:2: not JSON (Expecting value: line 2 column 1 (char 12))"),
+    ("brackets without end", [*JSONL, "FOLDER/deep"], "FOLDER/deep/train.jsonl:2: not JSON (maximum recursion depth exceeded while decoding a JSON array from a unicode string)"),
+    ("a line that is no object", [*JSONL, "FOLDER/list"], "FOLDER/list/train.jsonl:2: a line must hold an object, found list"),
+    ("a line without an answer", [*JSONL, "FOLDER/no_answer"], 'FOLDER/no_answer/train.jsonl:1: "answer" must be a non-empty string, found None'),
+    ("an answer that is no string", [*JSONL, "FOLDER/number"], 'FOLDER/number/train.jsonl:1: "answer" must be a non-empty string, found 2'),
+    ("an answer that is no number", [*JSONL, "FOLDER/words"], "FOLDER/words/train.jsonl:1: the answer 'two' is no number, so no response could be right"),
+    ("GSM8K without its marker", ["--task", "gsm8k", "--data-dir", "FOLDER/no_marker"], "FOLDER/no_marker/train.jsonl:1: the answer has no '####' before its number"),
+    ("another encoding", [*JSONL, "FOLDER/latin"], "FOLDER/latin/train.jsonl: not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 15: invalid continuation byte)"),
+    ("half a character", [*JSONL, "FOLDER/surrogate"], 'FOLDER/surrogate/train.jsonl:1: "prompt" has half of a character (a lone surrogate)'),
+    ("an id twice", [*JSONL, "FOLDER/twice"], "FOLDER/twice/train.jsonl:2: the id 'a' is that of FOLDER/twice/train.jsonl:1 too"),
+    ("prompts that leave no room", [*JSONL, "FOLDER/long", "--model", "FOLDER/model"], "all 1 prompts have more than 48 tokens (--max-model-len less --max-response-len): raise the first or lower the second"),
+    ("a second BOS", [*JSONL, "FOLDER/bos", "--model", "FOLDER/adds_bos"], "the prompt '####1+1=?' begins with '####', and the tokenizer puts one before it: take it out of the data"),
+    ("no solutions to learn from", ["sft.py", *JSONL, "FOLDER/good", "--model", "FOLDER/model"], "--task jsonl: no \"solution\" for '1+1=?'"),
+    ("a file to grade that is none", ["-m", "common.grading", "FOLDER/good/train.jsonl"], "FOLDER/good/train.jsonl:1: not a row to grade: KeyError('response')"),
+    ("**Models**", [], ""),
+    ("a folder that is not there", ["--model", "FOLDER/nowhere"], "--model FOLDER/nowhere: no such folder"),
+    ("a folder without a model", ["--model", "FOLDER/no_checkpoint"], "--model FOLDER/no_checkpoint: not a checkpoint (..."),
+    ("a model without weights", ["--model", "FOLDER/no_weights"], "--model FOLDER/no_weights: not a checkpoint (no model.safetensors in it)"),
+    ("weights that were cut off", ["--model", "FOLDER/cut_off"], "--model FOLDER/cut_off: not a checkpoint (..."),
+    ("weights that are pickles", ["--model", "FOLDER/pickles"], "--model FOLDER/pickles: its weights are pickles (pytorch_model.bin), which can run code; where you trust them: --trust-remote-code"),
+    ("a model with code of its own", ["--model", "FOLDER/code"], "--model FOLDER/code: runs code of its own; read it, then --trust-remote-code"),
+    ("a tokenizer without EOS", ["--model", "FOLDER/no_eos"], "--model FOLDER/no_eos: its tokenizer has no EOS token"),
+    ("another model's tokenizer", ["--model", "FOLDER/few_rows"], "--model FOLDER/few_rows: its tokenizer has 34 tokens, its embeddings 20 rows: it is another model's tokenizer"),
+    ("more than the model was made for", ["--max-model-len", "256", "--model", "FOLDER/model"], "--max-model-len 256: FOLDER/model was made for at most 128 tokens"),
+    ("a model that is not there", ["evaluate.py", "--model", "FOLDER/nowhere"], "--model FOLDER/nowhere: no such folder"),
+    ("**Runs**", [], ""),
+    ("a folder that holds a run", ["--output-dir", "FOLDER/run"], "FOLDER/run already holds a run: go on with it (--resume auto) or name another --output-dir"),
+    ("a resume of nothing", ["--resume", "auto", "--output-dir", "FOLDER/nowhere"], "--resume auto: no run to resume in FOLDER/nowhere"),
+    ("a resume with other settings", ["--resume", "auto", "--output-dir", "FOLDER/run"], "--resume auto: FOLDER/run was made with other settings: kl_coef was 0.001, is 0.0001"),
+    ("a resume by another script", ["grpo.py", "--resume", "auto", "--output-dir", "FOLDER/run"], "--resume auto: FOLDER/run was made with other settings: ..."),
+    ("a folder that is no run's", ["-m", "analysis.curves", "FOLDER/nowhere"], "FOLDER/nowhere/metrics.jsonl: no such file; FOLDER/nowhere is not the folder of a run"),
+    ("a folder that is no run's", ["-m", "analysis.values", "--run", "FOLDER/nowhere"], "FOLDER/nowhere/args.json: no such file; FOLDER/nowhere is not the folder of a run"),
+    ("a folder that is no run's", ["-m", "analysis.credit", "--run", "FOLDER/nowhere"], "FOLDER/nowhere/args.json: no such file; FOLDER/nowhere is not the folder of a run"),
+    ("nothing to measure", ["-m", "analysis.values"], "either --run or --model, please"),
+]  # fmt: skip
+ROWS = [case for case in CASES if case[1]]
+
+
+def script_of(words: list[str]) -> list[str]:
+    return words if words[0] == "-m" or words[0].endswith(".py") else ["vineppo.py", *words]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Each case once, two at a time."""
+    """What each command of ROWS did."""
     folder = tmp_path_factory.mktemp("errors")
-    for name, text in {"empty": "", "bad": GOOD_LINE + '{"prompt": \n', "missing": None}.items():
+    for name, texts in FILES.items():
         (folder / name).mkdir()
-        if text is not None:
-            (folder / name / "train.jsonl").write_text(text)
-    (folder / "no_checkpoint").mkdir()
-    (folder / "no_weights").mkdir()
-    from common import data
+        for file, text in zip(("train", "validation"), texts, strict=True):
+            if text is not None:
+                text = text if isinstance(text, bytes) else text.encode()
+                (folder / name / f"{file}.jsonl").write_bytes(text)
+    make_models(folder)
+    import vineppo
 
-    tokenizer = data.make_chain_tokenizer()
-    tokenizer.save_pretrained(folder / "no_weights")
-    data.make_chain_model_config(tokenizer).save_pretrained(folder / "no_weights")
-    shutil.copytree(folder / "no_weights", folder / "cut_off")
-    (folder / "cut_off/model.safetensors").write_bytes(b"\x10\x27" + bytes(100))
+    settings = {**vars(vineppo.Args()), "script": "vineppo", "world_size": 1, "kl_coef": 0.001}
+    settings = {k: v for k, v in settings.items() if k not in run.FREE_SETTINGS}
     (folder / "run").mkdir()
-    (folder / "run" / "args.json").write_text(json.dumps({"seed": 99, "k": 9}))
-    run = ["--output-dir", f"{folder}/run"]
-    cases = {
-        "task": ["--task", "nope"],
-        "no data dir": ["--task", "jsonl"],
-        "no such data dir": ["--task", "jsonl", "--data-dir", f"{folder}/nowhere"],
-        "missing file": ["--task", "jsonl", "--data-dir", f"{folder}/missing"],
-        "empty file": ["--task", "jsonl", "--data-dir", f"{folder}/empty"],
-        "bad file": ["--task", "jsonl", "--data-dir", f"{folder}/bad"],
-        "no model": ["--model", f"{folder}/nowhere"],
-        "no checkpoint": ["--model", f"{folder}/no_checkpoint"],
-        "no weights": ["--model", f"{folder}/no_weights"],
-        "batch": ["--minibatch-size", "24"],
-        "k": ["--k", "0"],
-        "zero": ["--num-prompts", "0"],
-        "greedy": ["--eval-temperature", "0"],
-        "too long": ["--max-model-len", "256", "--model", f"{folder}/no_weights"],
-        "cut off": ["--model", f"{folder}/cut_off"],
-        "long": ["--max-response-len", "128"],
-        "other settings": ["--resume", "auto", *run],
-        "nothing to resume": ["--resume", "auto", "--output-dir", f"{folder}/nowhere"],
-        "holds a run": run,
-        "grpo alone": ["grpo.py", "--group-size", "1", "--minibatch-size", "8"],
-        "rloo alone": ["rloo.py", "--group-size", "1", "--minibatch-size", "8"],
-        "gamma": ["ppo.py", "--gamma", "1.5"],
-        "lambda": ["ppo.py", "--gae-lambda", "-0.1"],
-        "critic": ["ppo.py", "--critic-learning-rate", "0"],
-        "walk": ["restem.py", "--eval-every", "0"],
-        "pair": ["dpo_pos.py", "--group-size", "1"],
-        "beta": ["dpo_pos.py", "--beta", "0"],
-        "penalty": ["dpo_pos.py", "--penalty", "-1"],
-        "pairs": ["dpo_pos.py", "--max-pairs", "0"],
-    }
-
-    def one(arguments):
-        if "--output-dir" not in arguments:
-            arguments = [*arguments, "--output-dir", f"{folder}/new"]
-        script = [] if arguments[0].endswith(".py") else ["vineppo.py"]
-        return call(*script, *arguments, fails=True)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(cases, pool.map(one, cases.values()), strict=True)), folder
+    (folder / "run" / "args.json").write_text(json.dumps(settings))
+    commands = []
+    for _, words, _ in ROWS:
+        words = [word.replace("FOLDER", str(folder)) for word in script_of(words)]
+        if words[0].endswith(".py") and words[0] != "evaluate.py" and "--output-dir" not in words:
+            words += ["--output-dir", f"{folder}/new"]
+        commands.append(words)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.commands"],
+        input=json.dumps(commands),
+        cwd=ROOT,
+        env=quiet_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("task", "--task nope: no such task; there are chain, gsm8k, math, jsonl"),
-        ("no data dir", "--task jsonl reads a folder of JSONL files: name it with --data-dir"),
-        ("no such data dir", "--data-dir {folder}/nowhere: no such folder"),
-        ("missing file", "{folder}/missing/train.jsonl: no such file"),
-        ("empty file", "{folder}/empty/train.jsonl: empty, expected one JSON object a line"),
-        ("bad file", "{folder}/bad/train.jsonl:2: not JSON"),
-        ("no model", "--model {folder}/nowhere: no such folder"),
-        ("no checkpoint", "--model {folder}/no_checkpoint: not a checkpoint"),
-        (
-            "no weights",
-            "--model {folder}/no_weights: not a checkpoint (no model.safetensors in it)",
-        ),
-        ("batch", "--minibatch-size 24 does not divide the 64 responses of an iteration"),
-        ("k", "--k 0: a value needs at least one rollout"),
-        ("zero", "--num-prompts 0: must be at least 1"),
-        ("greedy", "--eval-temperature 0.0: must be above 0 and at most 2"),
-        ("too long", "--max-model-len 256: {folder}/no_weights was made for at most 128 tokens"),
-        ("cut off", "--model {folder}/cut_off: not a checkpoint"),
-        ("long", "--max-response-len 128 leaves no room for a prompt in --max-model-len 128"),
-        ("other settings", "--resume auto: {folder}/run was made with other settings: "),
-        ("nothing to resume", "--resume auto: no run to resume in {folder}/nowhere"),
-        ("grpo alone", "--group-size 1: a group of one says nothing"),
-        ("rloo alone", "--group-size 1: a group of one says nothing"),
-        ("gamma", "--gamma 1.5: must be between 0 and 1"),
-        ("lambda", "--gae-lambda -0.1: must be between 0 and 1"),
-        ("critic", "--critic-learning-rate 0.0: must be above 0"),
-        ("walk", "--eval-every 0: the walk needs checkpoints to evaluate"),
-        ("pair", "--group-size 1: a pair needs two responses"),
-        ("beta", "--beta 0.0: must be above 0"),
-        ("penalty", "--penalty -1.0: must be 0 (plain DPO) or more"),
-        ("pairs", "--max-pairs 0: must be at least 1"),
-        ("holds a run", "{folder}/run already holds a run: go on with it (--resume auto) or name"),
-    ],
-)
-def test_one_message_and_no_traceback(results, case, message):
-    outcomes, folder = results
-    lines = outcomes[case].stderr.strip().splitlines()
-    assert len(lines) == 1, lines  # so no traceback, and no engine's log
-    assert lines[0].startswith("error: " + message.format(folder=folder))
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=[f"{w[-1]} {g}" for g, w, _ in ROWS])
+def test_one_message_and_no_traceback(results, number):
+    folder, outcomes = results
+    status, _, errors = outcomes[number]
+    lines = errors.replace("[rank0]: ", "").strip().splitlines()
+    assert status == 1 and len(lines) == 1, errors  # so no traceback, and no engine's log
+    message = ROWS[number][2].replace("FOLDER", str(folder))
+    if "..." in message:
+        assert lines[0].startswith("error: " + message.split("...")[0])
+    else:
+        assert lines[0] == "error: " + message
     assert not os.path.exists(folder / "new")
+    assert not os.path.exists(folder / "code/EXECUTED")
+
+
+def make_table() -> str:
+    rows = ["| given | command | message |", "|---|---|---|"]
+    for given, words, message in CASES:
+        cells = [given]
+        if words:
+            command = " ".join(script_of(words))
+            cells += [f"`{command}`", f"`{message}`"]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def with_table(text: str) -> str:
+    before, rest = text.split("<!-- errors -->\n")
+    return f"{before}<!-- errors -->\n{make_table()}<!-- end -->{rest.split('<!-- end -->')[1]}"
+
+
+def test_the_page_has_these_rows():
+    with open(PAGE) as file:
+        text = file.read()
+    assert with_table(text) == text, "`python -m tests.test_errors` renews it"
+
+
+# ---- what is right, though it may look wrong -----------------------------------------------------
+
+
+def test_pickles_and_code_are_read_where_they_are_trusted(results):
+    folder, _ = results
+    run.check_model(f"{folder}/pickles", 128, trust_remote_code=True)
+    loaded = run.load_model(f"{folder}/pickles", "float32", trust_remote_code=True)
+    whole = run.load_model(f"{folder}/model", "float32")
+    assert loaded.state_dict().keys() == whole.state_dict().keys()
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        run.load_model(f"{folder}/pickles", "float32")
+    shutil.copytree(folder / "code", folder / "asked")
+    with pytest.raises(UsageError):  # it ran: its classes are not what they should be
+        run.check_model(f"{folder}/asked", 128, trust_remote_code=True)
+
+
+def test_a_chat_template_is_not_used_and_that_is_said(results, capsys):
+    run.check_model(f"{results[0]}/chat", 128)
+    assert "has a chat template; it is not used, prompts are plain text" in capsys.readouterr().out
 
 
 def test_missing_sft_checkpoint_names_the_command(tmp_path, monkeypatch):
-    from common import UsageError, run
-
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         UsageError, match=r"--model runs/sft/hf: no such folder; `python sft\.py` makes"
@@ -135,18 +267,8 @@ def test_ranks_say_it_once():
     assert 'vineppo.py", line' not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--num-epochs", "0"], "error: --num-epochs 0.0: must be above 0"),
-        (["--task", "jsonl"], "error: --model embedded knows the characters of --task chain only"),
-    ],
-)
-def test_sft(arguments, message):
-    result = call("sft.py", *arguments, fails=True)
-    assert result.stderr.startswith(message) and "Traceback" not in result.stderr
-
-
-def test_evaluate():
-    result = call("evaluate.py", "--model", "nowhere/at/all", fails=True)
-    assert result.stderr.startswith("error: --model nowhere/at/all: no such folder")
+if __name__ == "__main__":
+    with open(PAGE) as file:
+        page = with_table(file.read())
+    with open(PAGE, "w") as file:
+        file.write(page)

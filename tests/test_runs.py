@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -14,8 +15,16 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from common import data, run
-from tests.conftest import ROOT, SMALL, call, command, read_jsonl, timeless
+from common import RunError, UsageError, data, run
+from tests.conftest import (
+    ROOT,
+    SMALL,
+    call,
+    command,
+    quiet_environment,
+    read_jsonl,
+    timeless,
+)
 
 FAST = [*SMALL, "--num-iterations", "4", "--save-every", "2"]
 
@@ -86,36 +95,177 @@ def test_episodes_are_readable_and_their_credit_adds_up(finished):
     assert "value advantage  step" in result.stdout
 
 
-def test_killed_in_its_third_iteration_it_resumes_bit_for_bit(finished, sft_model, tmp_path):
-    arguments = ["vineppo.py", *FAST, "--model", sft_model]
-    check_kill_and_resume(finished[0], arguments, tmp_path / "killed", ranks=1)
+def test_terminated_then_killed_then_damaged_it_resumes_bit_for_bit(finished, sft_model, tmp_path):
+    """SIGTERM in the first iteration, kill -9 after the next checkpoint, which is then cut off."""
+    whole, folder = finished[0], tmp_path / "run"
+    arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
+    status, output = terminate(arguments, folder / "metrics.jsonl", ranks=1)
+    (first,) = os.listdir(folder / "checkpoints")
+    done = int(first.removeprefix("iteration_"))
+    assert status == 143 and f"SIGTERM: checkpoint {done} is written; --resume auto goes" in output
+    assert len(timeless(folder / "metrics.jsonl")) == done < 4
+    arguments += ["--resume", "auto"]
+    second = 2 if done == 1 else 4
+    kill_after(arguments, folder / f"checkpoints/iteration_{second:06d}", ranks=1)
+    weights = folder / f"checkpoints/iteration_{second:06d}/policy/mp_rank_00_model_states.pt"
+    with open(weights, "r+b") as file:
+        file.truncate(weights.stat().st_size // 2)
+    result = call(*arguments)
+    name = "policy/mp_rank_00_model_states.pt"
+    assert f"WARNING: checkpoint {second} is damaged ({name}): passed by" in result.stdout
+    assert any(name.startswith(f"damaged_{second}_") for name in os.listdir(folder / "checkpoints"))
+    check_same_run(folder, whole)
 
 
-def check_kill_and_resume(whole, arguments, folder, ranks, first="iteration_000002"):
-    """`whole` has the uninterrupted run; the kill comes after the checkpoint `first`."""
-    arguments = [*arguments, "--output-dir", str(folder)]
-    process = subprocess.Popen(
+def test_a_sigterm_without_time_of_grace_ends_at_once(finished, sft_model, tmp_path):
+    """Two ranks; what torchrun leaves behind is nothing."""
+    folder = tmp_path / "run"
+    arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
+    arguments += ["--grace-seconds", "0", "--num-iterations", "1000", "--save-every", "1"]
+    start = time.time()
+    status, output = terminate(arguments, folder / "checkpoints/iteration_000001", ranks=2)
+    assert status != 0 and "is lost; --resume auto goes on before it" in output
+    assert time.time() - start < 90
+    logger = open_run(folder, json.loads((folder / "args.json").read_text()))
+    assert logger.find_whole() >= 1
+    assert str(folder) not in subprocess.check_output(["ps", "-eo", "args"], text=True)
+
+
+def start_run(arguments, ranks):
+    return subprocess.Popen(
         command(*arguments, ranks=ranks),
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "2" if ranks == 1 else "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        env=quiet_environment(ranks),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
     )
+
+
+def wait_for(path, process) -> None:
     deadline = time.time() + 120
-    while not os.path.exists(folder / "checkpoints" / first):
-        assert process.poll() is None and time.time() < deadline
+    while not os.path.exists(path) or os.path.getsize(path) == 0:
+        assert process.poll() is None and time.time() < deadline, process.communicate()[0][-3000:]
         time.sleep(0.02)
+
+
+def terminate(arguments, path, ranks) -> tuple[int, str]:
+    """SIGTERM as soon as `path` is there; the exit status, within half a minute, and the output."""
+    process = start_run(arguments, ranks)
+    wait_for(path, process)
+    process.terminate()
+    output, _ = process.communicate(timeout=30)
+    return process.returncode, output
+
+
+def kill_after(arguments, path, ranks) -> None:
+    process = start_run(arguments, ranks)
+    wait_for(path, process)
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert len(timeless(folder / "metrics.jsonl")) < len(timeless(whole / "metrics.jsonl"))
-    call(*arguments, "--resume", "auto", ranks=ranks)
+    process.communicate()
+
+
+def check_same_run(folder, whole) -> None:
     assert timeless(folder / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
     if os.path.exists(whole / "episodes.jsonl"):
         assert read_jsonl(folder / "episodes.jsonl") == read_jsonl(whole / "episodes.jsonl")
     weights = "hf/model.safetensors"
     assert filecmp.cmp(folder / weights, whole / weights, shallow=False)
+
+
+def open_run(folder, settings) -> run.Run:
+    """A Run without engines, in this process, for its folder's checkpoints."""
+    run.set_up_processes()
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    logger = run.Run.__new__(run.Run)
+    logger.folder, logger.settings, logger.is_main = str(folder), settings, True
+    return logger
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Three small ones, written as the scripts write theirs."""
+    settings = {"seed": 1, "script": "vineppo", "world_size": 1}
+    logger = open_run(tmp_path, settings)
+    logger.args, logger.stopping = argparse.Namespace(keep_checkpoints=9), False
+    logger.phase = lambda name: None
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+
+    class Engine:
+        def save_checkpoint(self, folder, tag, save_latest):
+            os.makedirs(f"{folder}/{tag}")
+            torch.save(torch.arange(1000), f"{folder}/{tag}/states.pt")
+
+    tokenizer = data.make_chain_tokenizer()
+    model = LlamaForCausalLM(data.make_chain_model_config(tokenizer))
+    for iteration in (2, 4, 6):
+        logger.save(iteration, {"policy": Engine()}, model, tokenizer)
+    return logger
+
+
+def damage_cut(path):
+    with open(f"{path}/policy/states.pt", "r+b") as file:
+        file.truncate(100)
+
+
+def damage_bit(path):
+    with open(f"{path}/hf/model.safetensors", "r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)
+        file.seek(5000)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (damage_cut, "policy/states.pt"),
+        (damage_bit, "hf/model.safetensors"),
+        (lambda path: os.remove(f"{path}/hf/config.json"), "hf/config.json"),
+        (lambda path: os.remove(f"{path}/manifest.json"), "manifest.json"),
+        (lambda path: open(f"{path}/manifest.json", "w").close(), "manifest.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_by(checkpoints, damage, name, capsys):
+    assert checkpoints.find_whole() == 6
+    damage(checkpoints.path(6))
+    assert checkpoints.find_whole() == 4 and checkpoints.checkpoints() == [2, 4]
+    assert f"WARNING: checkpoint 6 is damaged ({name}): passed by" in capsys.readouterr().out
+    for iteration in (2, 4):
+        damage(checkpoints.path(iteration))
+    with pytest.raises(UsageError, match="all of its checkpoints are damaged; start a new run"):
+        checkpoints.find_whole()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"world_size": 8}, {"script": "ppo"}, {"model": "another"}, {"seed": 2}]
+)
+def test_another_runs_checkpoint_is_refused(checkpoints, setting):
+    checkpoints.settings = {**checkpoints.settings, **setting}
+    (name,) = setting
+    with pytest.raises(UsageError, match=rf"iteration_000006: not of this run: {name} was "):
+        checkpoints.find_whole()
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(checkpoints, tmp_path):
+    """No file may grow beyond 100 kB from now on: the kernel's own error, in three libraries."""
+    tokenizer = data.make_chain_tokenizer()
+    model = LlamaForCausalLM(data.make_chain_model_config(tokenizer))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(RunError, match=r"checkpoint 8 could not be written .*File too large"):
+            checkpoints.save(8, {}, model, tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoints.find_whole() == 6
+    assert sorted(os.listdir(tmp_path / "checkpoints"))[-1] == "iteration_000006"
+    checkpoints.save(8, {}, model, tokenizer)
+    assert checkpoints.find_whole() == 8
 
 
 def test_resume_with_other_settings_names_them(finished, sft_model):

@@ -1,0 +1,156 @@
+"""kill -9 at random moments: every script, one rank and two, in every phase of an iteration.
+
+    python -m tests.kills --model CHECKPOINT --folder FOLDER --tries 20
+
+A try kills a run, perhaps once more after its resume, resumes it and compares metrics, episodes and
+weights with those of a run that nobody killed. Prints a line for each and what was lost.
+"""
+
+import filecmp
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+
+import tyro
+
+from tests.conftest import ROOT, SMALL, command, quiet_environment, read_jsonl, timeless
+
+SHORT = [*SMALL, "--num-iterations", "4", "--save-every", "1", "--eval-every", "2"]
+NO_K = [word for i, word in enumerate(SHORT) if "--k" not in SHORT[max(0, i - 1) : i + 1]]
+EVAL = ["--eval-problems", "10", "--eval-rounds", "2", "--minibatch-size", "4"]
+RESTEM = ["--num-prompts", "8", "--group-size", "16", "--num-iterations", "2"]
+DPO = ["--num-prompts", "4", "--group-size", "16", "--max-pairs", "8", "--update-epochs", "4"]
+SCRIPTS = {
+    "vineppo.py": SHORT,
+    "ppo.py": NO_K,
+    "grpo.py": NO_K,
+    "rloo.py": NO_K,
+    "restem.py": [*EVAL, *RESTEM, "--update-epochs", "2", "--eval-every", "3"],
+    "dpo_pos.py": [*EVAL, *DPO, "--save-every", "3", "--eval-every", "4"],
+    "sft.py": ["--num-epochs", "0.02", "--save-every", "4", "--eval-every", "5"],
+}
+
+
+def start(words: list[str], ranks: int, phases: str) -> subprocess.Popen:
+    """The script, with the phases that it goes through written to a file."""
+    return subprocess.Popen(
+        command("-m", "tests.kills", *words, ranks=ranks),
+        cwd=ROOT,
+        env={**quiet_environment(ranks), "PHASES": phases},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(words: list[str], ranks: int, phases: str = os.devnull) -> str:
+    process = start(words, ranks, phases)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def run_script(words: list[str]) -> None:
+    """In the process of a run: its script, with a mark at the start of each phase."""
+    from common import run
+
+    set_phase = run.Run.phase
+
+    def phase(self, name: str) -> None:
+        set_phase(self, name)
+        if self.is_main:
+            with open(os.environ["PHASES"], "a") as file:
+                file.write(f"{time.time()} {name or 'log'}\n")
+
+    run.Run.phase = phase
+    sys.argv = words
+    sys.path[0] = ROOT
+    runpy.run_path(os.path.join(ROOT, words[0]), run_name="__main__")
+
+
+def read_phases(path: str) -> list[tuple[float, str]]:
+    if not os.path.exists(path):
+        return []
+    with open(path) as file:
+        lines = [line.split() for line in file if line.endswith("\n")]
+    return [(float(seconds), name) for seconds, name in lines]
+
+
+def kill(words: list[str], ranks: int, phases: str, number: int, delay: float) -> str:
+    """Starts the run, kills its processes `delay` seconds after its phase `number` began; says
+    which phase it was in."""
+    if os.path.exists(phases):
+        os.remove(phases)
+    process = start(words, ranks, phases)
+    while len(read_phases(phases)) <= number and process.poll() is None:
+        time.sleep(0.005)
+    time.sleep(delay)
+    ended = process.poll() is not None
+    if not ended:
+        os.killpg(process.pid, signal.SIGKILL)
+    output, _ = process.communicate()
+    assert not ended or process.returncode == 0, output[-4000:]
+    seen = read_phases(phases)
+    return "the end" if ended else seen[-1][1] if seen else "start"
+
+
+def differences(folder: str, whole: str) -> list[str]:
+    found = []
+    if timeless(f"{folder}/metrics.jsonl") != timeless(f"{whole}/metrics.jsonl"):
+        found.append("metrics")
+    if os.path.exists(f"{whole}/episodes.jsonl") and (
+        read_jsonl(f"{folder}/episodes.jsonl") != read_jsonl(f"{whole}/episodes.jsonl")
+    ):
+        found.append("episodes")
+    weights = "hf/model.safetensors"
+    if not filecmp.cmp(f"{folder}/{weights}", f"{whole}/{weights}", shallow=False):
+        found.append("weights")
+    return found
+
+
+def main(model: str, folder: str, tries: int = 20, seed: int = 1) -> None:
+    rng = random.Random(seed)
+    wholes: dict[tuple[str, int], list[tuple[float, str]]] = {}
+    lost = 0
+    for number in range(tries):
+        script = list(SCRIPTS)[number % len(SCRIPTS)]
+        ranks = 1 + (number // len(SCRIPTS) + number) % 2
+        words = [script, *SCRIPTS[script]]
+        if script != "sft.py":
+            words += ["--model", model]
+        whole = os.path.join(folder, f"{script}-{ranks}")
+        if (script, ranks) not in wholes:
+            finish([*words, "--output-dir", whole], ranks, f"{whole}.phases")
+            wholes[script, ranks] = read_phases(f"{whole}.phases")
+        phases = wholes[script, ranks]
+        killed = os.path.join(folder, f"try{number}")
+        words += ["--output-dir", killed]
+        where = []
+        for _ in range(1 + number % 2):
+            name = rng.choice(sorted({name for _, name in phases[:-1]}))
+            which = rng.choice([i for i, (_, other) in enumerate(phases[:-1]) if other == name])
+            delay = rng.random() * (phases[which + 1][0] - phases[which][0])
+            resume = ["--resume", "auto"] if os.path.exists(f"{killed}/args.json") else []
+            where.append(kill([*words, *resume], ranks, f"{killed}.phases", which, delay))
+        resume = ["--resume", "auto"] if os.path.exists(f"{killed}/args.json") else []
+        finish([*words, *resume], ranks)
+        found = differences(killed, whole)
+        lost += bool(found)
+        print(
+            f"{number + 1}: {script}, {ranks} rank(s), killed in {' and '.join(where)}: "
+            f"{'the same to the bit' if not found else 'NOT THE SAME: ' + ', '.join(found)}",
+            flush=True,
+        )
+    print(f"{tries} tries, {tries - lost} the same, {lost} not")
+
+
+if __name__ == "__main__":
+    if "PHASES" in os.environ:
+        run_script(sys.argv[1:])
+    else:
+        tyro.cli(main)
