@@ -2,7 +2,8 @@
 # DeepSeekMath-7B on GSM8K: bash recipes/deepseekmath7b_gsm8k.sh sft, then vineppo and so on,
 # as paper.sh says.
 NAME=deepseekmath7b-gsm8k
-BASE=deepseek-ai/deepseek-math-7b-base
+BASE=deepseek-ai/deepseek-math-7b-base  # where its weights are pickles (.bin) only, `sft` says so and
+                                     # wants --trust-remote-code; what it writes is safetensors
 TASK=gsm8k
 RANKS=8                              # App. C.8: 8 x H100 80 GB
 # official: ZeRO 2; the tokens are ours, an estimate

@@ -131,12 +131,12 @@ def test_a_sigterm_without_time_of_grace_ends_at_once(finished, sft_model, tmp_p
     assert str(folder) not in subprocess.check_output(["ps", "-eo", "args"], text=True)
 
 
-def start_run(arguments, ranks):
+def start_run(arguments, ranks, output=subprocess.PIPE):
     return subprocess.Popen(
         command(*arguments, ranks=ranks),
         cwd=ROOT,
         env=quiet_environment(ranks),
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,

@@ -3,14 +3,19 @@
 import json
 import os
 import re
+import shutil
+import statistics
 import subprocess
 import sys
+import time
 import venv
 
 import pytest
+import safetensors.torch
+import torch
 
-from tests.conftest import ROOT, call, copy_of_the_project, read_jsonl
-from tests.test_runs import BASELINES, FAST, check_kill_and_resume, check_parity
+from tests.conftest import ROOT, SMALL, call, copy_of_the_project, read_jsonl
+from tests.test_runs import FAST, check_parity, check_same_run, start_run, terminate
 
 pytestmark = pytest.mark.soak
 DATA = os.path.join(ROOT, "../shared/data")
@@ -49,24 +54,97 @@ def test_vineppo_learns(embedded, tmp_path, seed):
     assert found >= 0.80 and gap < 1e-4
 
 
-KILLED = {  # behind their first checkpoint, in the middle of the next part
-    script: [*FAST[: FAST.index("--k")], *FAST[FAST.index("--k") + 2 :]]
-    for script in ("ppo.py", "grpo.py", "rloo.py")
-}
-KILLED |= {"vineppo.py": FAST, **BASELINES}
-KILLED["dpo_pos.py"] = [*BASELINES["dpo_pos.py"], "--update-epochs", "8"]  # or it is over first
+def test_killed_at_random_moments_they_resume_bit_for_bit(sft_model, tmp_path):
+    """Each of the seven scripts three times, one rank and two, in any phase; every other try is
+    killed once more."""
+    result = call("-m", "tests.kills", "--model", sft_model, "--folder", str(tmp_path), *TRIES)
+    print("\n" + result.stdout)
+    assert result.stdout.endswith("21 tries, 21 the same, 0 not\n")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("script", KILLED)
-def test_killed_it_resumes_bit_for_bit(script, ranks, sft_model, tmp_path):
-    first = "iteration_000001" if script == "restem.py" else "iteration_000002"
-    arguments = [script, "--model", sft_model, *KILLED[script]]
-    if script in BASELINES:
-        arguments += ["--eval-problems", "10", "--eval-rounds", "2", "--minibatch-size", "4"]
-    whole = tmp_path / "whole"
-    call(*arguments, "--output-dir", str(whole), ranks=ranks)
-    check_kill_and_resume(whole, arguments, tmp_path / "killed", ranks, first)
+TRIES = ["--tries", "21", "--seed", "2"]
+
+
+def test_terminated_on_two_ranks_it_resumes_bit_for_bit(sft_model, tmp_path):
+    arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir"]
+    call(*arguments, str(tmp_path / "whole"), ranks=2)
+    arguments.append(str(tmp_path / "run"))
+    _, output = terminate(arguments, tmp_path / "run/metrics.jsonl", ranks=2)
+    assert "is written; --resume auto goes on with it" in output
+    call(*arguments, "--resume", "auto", ranks=2)
+    check_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_memory_and_files_do_not_grow(sft_model, tmp_path):
+    """200 iterations: the process as the system sees it, after each of them."""
+    arguments = ["vineppo.py", *SMALL, "--num-iterations", "200", "--model", sft_model]
+    arguments += ["--output-dir", str(tmp_path / "run")]
+    with open(tmp_path / "log", "w") as log:
+        process = start_run(arguments, 1, log)
+    metrics, seen = tmp_path / "run/metrics.jsonl", []
+    while process.poll() is None:
+        done = metrics.read_text().count("\n") if metrics.exists() else 0
+        if done > len(seen):
+            with open(f"/proc/{process.pid}/status") as file:
+                size = int(file.read().split("VmRSS:")[1].split()[0])
+            seen.append((size, len(os.listdir(f"/proc/{process.pid}/fd"))))
+        time.sleep(0.05)
+    assert process.returncode == 0, (tmp_path / "log").read_text()[-3000:]
+    assert len(seen) > 180  # a look may miss one
+    before, after = (
+        statistics.median(size for size, _ in part) for part in (seen[9:20], seen[-10:])
+    )
+    growth, files = after / before - 1, (seen[9][1], seen[-10][1])
+    print(f"\n{before / 1e6:.3f} GB after 10 to 20 iterations, {after / 1e6:.3f} after 190 to 200")
+    print(f"{growth:+.2%}; open files {files[0]} and {files[1]}")
+    assert growth < 0.02 and files[1] <= files[0]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_loses_nothing(sft_model, tmp_path):
+    """A disk with room for one checkpoint and a half; then for all."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir"]
+    call(*arguments, str(tmp_path / "whole"))
+    mount = ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(disk)]
+    if subprocess.call(mount) != 0:
+        pytest.skip("mount is not allowed here")
+    try:
+        arguments.append(str(disk / "run"))
+        result = call(*arguments, fails=True)
+        assert "error: checkpoint 4 could not be written" in result.stderr
+        assert "checkpoint 2 is intact: make room, then --resume auto" in result.stderr
+        assert os.listdir(disk / "run/checkpoints") == ["iteration_000002"]
+        subprocess.check_call(["mount", "-o", "remount,size=64m", str(disk)])
+        call(*arguments, "--resume", "auto")
+        check_same_run(disk / "run", tmp_path / "whole")
+    finally:
+        subprocess.check_call(["umount", str(disk)])
+
+
+def test_two_runs_on_one_machine(sft_model, tmp_path):
+    """torchrun --standalone and a script alone both find ports of their own."""
+    arguments = ["vineppo.py", *SMALL, "--num-iterations", "1", "--model", sft_model]
+    runs = [
+        start_run([*arguments, "--output-dir", str(tmp_path / f"run{number}")], ranks)
+        for number, ranks in enumerate((2, 2, 1, 1))
+    ]
+    outputs = [process.communicate()[0] for process in runs]
+    assert [process.returncode for process in runs] == [0] * 4, outputs[0][-2000:]
+
+
+def test_weights_that_are_trusted_pickles_are_evaluated(sft_model, tmp_path):
+    folder = tmp_path / "pickles"
+    shutil.copytree(sft_model, folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    os.remove(folder / "model.safetensors")
+    arguments = ["--num-problems", "20", "--rounds", "2"]
+    result = call("evaluate.py", "--model", str(folder), "--trust-remote-code", *arguments)
+    same = call("evaluate.py", "--model", sft_model, *arguments)
+    line = next(line for line in result.stdout.splitlines() if line.startswith("pass@1"))
+    assert line in same.stdout
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
