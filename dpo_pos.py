@@ -336,7 +336,7 @@ def main(args: Args) -> None:
         metrics = dict(zip(mb_sums, (totals / args.minibatch_size).tolist(), strict=True))
         lr = learning_rate_at(iteration, num_updates, args.learning_rate, args.warmup_fraction)
         metrics["learning_rate"] = lr
-        metrics["policy/grad_norm"] = run.step(policy, lr)
+        metrics["policy/grad_norm"] = run.step(policy, lr, metrics["loss/dpo"])
         record = {"input_ids": input_ids, "prompt_lens": prompt_lens, "mask": response_mask}
         logger.check(metrics, record | {"minibatch": torch.tensor([pairs[i] for i in mb_pairs])})
         if iteration == 0:

@@ -378,8 +378,9 @@ def main(args: Args) -> None:
                 update = iteration * updates_per_iteration + len(updates)
                 lr = learning_rate_at(update, num_updates, args.learning_rate, args.warmup_fraction)
                 means["learning_rate"] = lr
-                # as the official code; `not <=` catches NaN too
-                means["policy/skipped"] = float(not means["policy/ratio"] <= 10)
+                # a mean ratio above 10: as the official code
+                bad = means["policy/ratio"] > 10 or not math.isfinite(sum(means.values()))
+                means["policy/skipped"] = float(bad)
                 if means["policy/skipped"]:
                     run.discard_gradients(policy)
                 else:

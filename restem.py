@@ -207,7 +207,7 @@ def main(args: Args) -> None:
     # ==== 5.1 start, or go on from the newest checkpoint ==========================================
     start = logger.open({}, args.num_iterations)  # an iteration needs the last one's weights only
     if start:
-        model = run.load_model(f"{logger.path(start)}/hf", dtype)
+        model = run.load_model(f"{logger.path(start)}/hf", dtype, trusted)
     sampler.wake(model.to(device))
     logger.say(
         f"{args.num_prompts} prompts x {args.group_size} responses = {num_responses} episodes an "
@@ -330,7 +330,7 @@ def main(args: Args) -> None:
             dist.all_reduce(total)
             lr = learning_rate_at(update, num_updates, args.learning_rate, args.warmup_fraction)
             updates.append({"loss/sft": total.item(), "learning_rate": lr})
-            updates[-1]["policy/grad_norm"] = run.step(policy, lr)
+            updates[-1]["policy/grad_norm"] = run.step(policy, lr, total.item())
             logger.check(updates[-1], record | {"minibatch": torch.tensor(mb_rows)})
 
         # ==== 6.7 weights to the sampler: of the chosen checkpoint ================================

@@ -212,7 +212,7 @@ def main(args: Args) -> None:
         dist.all_reduce(total)
         rate = learning_rate_at(step, num_steps, args.learning_rate, args.warmup_fraction)
         metrics = {"loss/sft": total.item(), "learning_rate": rate}
-        metrics["policy/grad_norm"] = run.step(policy, rate)
+        metrics["policy/grad_norm"] = run.step(policy, rate, total.item())
         logger.check(metrics, {"problems": torch.tensor(drawn)})
 
         # ==== 6.8 log, evaluate, save =============================================================

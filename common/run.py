@@ -211,17 +211,17 @@ def mean_of(dicts: list[dict[str, float]]) -> dict[str, float]:
 # ---- engines -------------------------------------------------------------------------------------
 
 
-def step(engine, learning_rate: float) -> float:
+def step(engine, learning_rate: float, loss: float = 0.0) -> float:
     """One optimizer step of a DeepSpeed engine; the norm of its gradients before clipping. Where
-    that is not finite, there is no step, and the gradients are gone."""
+    that or the loss is not finite, there is no step, and the gradients are gone."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
     # ZeRO 0 in float32 is the one case in which DeepSpeed does not report the norm.
     grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
     norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
-    if not math.isfinite(norm):  # what DeepSpeed checks in its other cases
+    if not math.isfinite(norm + loss):  # the norm: what DeepSpeed checks in its other cases
         discard_gradients(engine)
-        return norm
+        return math.nan
     engine.step()
     return float(engine.get_global_grad_norm() or norm)
 
@@ -263,6 +263,9 @@ def check_model(model: str, max_model_len: int, trust_remote_code: bool = False)
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
         for weights in glob.glob(os.path.join(glob.escape(model), "*.safetensors")):
             safe_open(weights, "pt")  # reads the header: a file that was cut off fails here
+        names = ("model.safetensors.index.json", "model.safetensors")  # of the hub: downloads one
+        missing = {"_raise_exceptions_for_missing_entries": False}
+        has_safetensors = any(cached_file(model, name, **missing) for name in names)
     except Exception as error:  # transformers raises anything, KeyError included
         reason = " ".join(str(error).split())[:300]
         require(
@@ -284,24 +287,13 @@ def check_model(model: str, max_model_len: int, trust_remote_code: bool = False)
         f"--max-model-len {max_model_len}: {model} was made for at most {longest} tokens",
     )
 
-    def has(name: str) -> bool:
-        for file in (f"{name}.index.json", name):
-            try:
-                cached_file(model, file)  # of a name on the hub, downloads it
-                return True
-            except OSError:
-                pass
-        return False
-
-    if not has("model.safetensors"):
-        require(
-            has("pytorch_model.bin"),
-            f"--model {model}: not a checkpoint (no model.safetensors in it)",
-        )
+    if not has_safetensors:
+        has_pickles = is_hub_name or glob.glob(os.path.join(glob.escape(model), "*.bin"))
+        require(has_pickles, f"--model {model}: not a checkpoint (no model.safetensors in it)")
         require(
             trust_remote_code,
-            f"--model {model}: its weights are pickles (pytorch_model.bin), which can run code; "
-            "where you trust them: --trust-remote-code",
+            f"--model {model}: has no model.safetensors, only pickles, which can run code; where "
+            "you trust them: --trust-remote-code",
         )
     if getattr(tokenizer, "chat_template", None) and os.environ.get("RANK", "0") == "0":
         print(f"note: {model} has a chat template; it is not used, prompts are plain text")
@@ -420,10 +412,10 @@ class Run:
             disable=not self.is_main,
             mininterval=0.1 if sys.stderr.isatty() else 30,
         )
-        self.total, self.iteration = total, done + 1
+        self.iteration = done + 1
         self.phases: dict[str, float] = {}
         self.phase_name, self.phase_start = "", time.perf_counter()
-        self.stopping = False
+        self.terminated = self.stopping = False  # this rank was; all ranks know that one was
         signals, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         signal.set_wakeup_fd(wakeup.fileno())
@@ -435,39 +427,43 @@ class Run:
     def wait_for_sigterm(self, signals: socket.socket, _) -> None:
         while signals.recv(1)[0] != signal.SIGTERM:
             pass
-        self.stopping = True
         grace = self.args.grace_seconds
-        self.say(f"SIGTERM: the run ends with this iteration, or in {grace:g} s (--grace-seconds)")
-        time.sleep(grace)
-        self.say(f"SIGTERM: iteration {self.iteration} is lost; --resume auto goes on before it")
+        end = threading.Timer(max(grace, 0.5), os._exit, [128 + signal.SIGTERM])
+        end.daemon = True
+        end.start()  # whatever the run is doing then: a kill harms no checkpoint
+        self.terminated = True
+        self.say(
+            "SIGTERM: the run saves this iteration and ends; where that takes more than "
+            f"--grace-seconds {grace:g}, it ends at checkpoint {max(self.checkpoints(), default=0)}"
+        )
         sys.stdout.flush()
-        os._exit(128 + signal.SIGTERM)  # whatever it is doing: a kill loses no checkpoint
 
     def find_whole(self) -> int:
         """The newest checkpoint whose files are those of its manifest, 0 where there is none at
-        all. The damaged ones before it are given another name."""
+        all. The damaged ones after it are given another name."""
         (found,) = gather([self.checkpoints()] if self.is_main else [])
+        damaged = []
         for iteration in reversed(found):
             path = self.path(iteration)
-            try:
-                with open(os.path.join(path, "manifest.json")) as file:
-                    manifest = json.load(file)
-            except (OSError, ValueError):
-                damage = ["manifest.json"]
-            else:
-                differing = compare_settings(manifest["settings"], self.settings)
-                require(not differing, f"{path}: not of this run: {differing}")
-                names = sorted(manifest["files"])
-                sums = gather([digest(os.path.join(path, name)) for name in share(names)])
-                damage = [n for n, s in zip(names, sums, strict=True) if s != manifest["files"][n]]
-            if not damage:
-                return iteration
-            dist.barrier()  # all have read it
-            if self.is_main:
-                os.replace(path, f"{os.path.dirname(path)}/damaged_{iteration}_{time.time():.0f}")
-            self.say(f"WARNING: checkpoint {iteration} is damaged ({', '.join(damage)}): passed by")
-        require(not found, f"{self.folder}: all of its checkpoints are damaged; start a new run")
-        return 0
+            (manifest,) = gather([read_manifest(path)] if self.is_main else [])
+            names = sorted(manifest.get("files", ()))
+            sums = gather([digest(os.path.join(path, name)) for name in share(names)])
+            damage = [n for n, s in zip(names, sums, strict=True) if s != manifest["files"][n]]
+            if names and not damage:
+                break
+            damaged.append(iteration)
+            what = ", ".join(damage) or "manifest.json"
+            self.say(f"WARNING: checkpoint {iteration} is damaged ({what}): passed by")
+        else:
+            require(
+                not found, f"{self.folder}: all of its checkpoints are damaged; start a new run"
+            )
+            return 0
+        differing = compare_settings(manifest["settings"], self.settings)
+        require(not differing, f"{path}: not of this run: {differing}")
+        for bad in damaged if self.is_main else ():
+            os.replace(self.path(bad), f"{self.folder}/checkpoints/damaged_{bad}_{time.time():.0f}")
+        return iteration
 
     def keep_lines(self, name: str, done: int) -> None:
         """Drops what a killed run wrote after its newest checkpoint, half a line included."""
@@ -499,7 +495,7 @@ class Run:
         self.phase("")
         seconds = sum(self.phases.values())
         line = {"iteration": iteration, **metrics, **self.phases, "time/iteration": seconds}
-        of_ranks = gather([(grading.worker.take_failures(), self.stopping)])
+        of_ranks = gather([(grading.worker.take_failures(), self.terminated)])
         failures, stopping = zip(*of_ranks, strict=True)
         if sum(failures):
             line["rollout/grading_failures"] = sum(failures)
@@ -519,13 +515,14 @@ class Run:
         self.shows_episode = iteration == 1 or "eval/pass@1" in line
         if line.keys() & {"rollout/reward", "eval/loss", "eval/pass@1"}:
             self.say(f"{iteration}: {', '.join(shown)}, {seconds:.1f} s")
-        self.bar.set_postfix_str(shown[0], refresh=False)
+        self.bar.set_postfix_str("".join(shown[:1]), refresh=False)
         self.bar.update()
 
     def check(self, numbers: dict[str, float], batch: dict[str, torch.Tensor]) -> None:
         """Stops where a number is not finite, or sampler and trainer differ: RunError, after
         writing the batch to <folder>/stopped_<iteration>.pt. With --on-nan skip numbers that are
-        not finite leave the dict, which gets "policy/skipped" 1. All ranks must call it alike."""
+        not finite leave the dict, which gets "policy/skipped" 1, and in the batch they become NaN,
+        so that no minibatch with one makes a step. All ranks must call it alike."""
         gap, limit = numbers.get("policy/sampler_gap", 0.0), MAX_SAMPLER_GAP[self.dtype]
         broken = {name: x for name, x in numbers.items() if not math.isfinite(x)}
         if not broken and gap <= limit:
@@ -534,7 +531,7 @@ class Run:
         where = f"iteration {self.iteration}: "
         if self.is_main:
             torch.save({**batch, **numbers}, path)
-        if not broken:
+        if gap > limit:
             raise RunError(
                 f"{where}policy/sampler_gap is {gap:.2g}, above {limit:g}: vLLM has other weights "
                 f"than the trainer, or computes otherwise (run.MAX_SAMPLER_GAP); see {path}"
@@ -549,6 +546,8 @@ class Run:
         for name in broken:
             del numbers[name]
         numbers["policy/skipped"] = 1.0
+        for tensor in filter(torch.is_floating_point, batch.values()):
+            tensor[~tensor.isfinite()] = torch.nan
 
     def episode(
         self,
@@ -600,14 +599,14 @@ class Run:
             safe = f"checkpoint {last} is intact" if last else "there is no other one yet"
             raise RunError(
                 f"checkpoint {iteration} could not be written to {self.folder} ({error}); {safe}: "
-                "make room, then --resume auto"
+                "mend that (is the disk full?), then --resume auto"
             ) from error
         if self.is_main:
             os.replace(aside, self.path(iteration))
             flush_to_disk(os.path.dirname(aside))
             self.tidy_up()
         dist.barrier()
-        if self.stopping and iteration != self.total:
+        if self.stopping and iteration != self.bar.total:
             self.say(f"SIGTERM: checkpoint {iteration} is written; --resume auto goes on with it")
             sys.stdout.flush()
             os._exit(128 + signal.SIGTERM)
@@ -631,9 +630,9 @@ class Run:
         sums = gather([digest(os.path.join(aside, name)) for name in share(names)])
         if self.is_main:
             manifest = {"settings": self.settings, "files": dict(zip(names, sums, strict=True))}
-            with open(os.path.join(aside, "manifest.json"), "w") as file:
-                json.dump(manifest, file, indent=1)
-            for path in [*paths, file.name]:
+            write_manifest(aside, manifest)
+            logs = glob.glob(os.path.join(glob.escape(self.folder), "*.jsonl"))
+            for path in [*paths, os.path.join(aside, "manifest.json"), *logs]:
                 flush_to_disk(path)
         dist.barrier()
 
@@ -676,6 +675,23 @@ def compare_settings(saved: dict, given: dict) -> str:
     names = sorted(saved.keys() | given.keys())
     differing = [name for name in names if saved.get(name) != given.get(name)]
     return "; ".join(f"{n} was {saved.get(n)!r}, is {given.get(n)!r}" for n in differing)
+
+
+def write_manifest(folder: str, manifest: dict) -> None:
+    body = json.dumps(manifest)
+    with open(os.path.join(folder, "manifest.json"), "w") as file:
+        json.dump({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body}, file)
+
+
+def read_manifest(folder: str) -> dict:
+    """{} where it is not what was written."""
+    try:
+        with open(os.path.join(folder, "manifest.json")) as file:
+            saved = json.load(file)
+        whole = hashlib.sha256(saved["body"].encode()).hexdigest() == saved["sha256"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
+    return json.loads(saved["body"]) if whole else {}
 
 
 def digest(path: str) -> str:

@@ -8,6 +8,7 @@ optimizer steps, the metrics, what was dumped. One process: the engines start on
 
 import importlib
 import json
+import math
 import os
 
 import torch
@@ -16,32 +17,36 @@ import tyro
 from common import RunError, grading, run
 from tests import replay
 
+OTHERS = ("restem", "dpo_pos", "sft")
 # (script, what breaks, --on-nan)
 CASES = [
     *(("vineppo", fault, "stop") for fault in ("loss", "gradient", "logprob", "stale", "ratio")),
     *(("vineppo", fault, "skip") for fault in ("loss", "gradient", "logprob")),
-    *((script, "gradient", "stop") for script in ("ppo", "restem", "dpo_pos", "sft")),
-    *((script, "gradient", "skip") for script in ("ppo", "restem", "dpo_pos", "sft")),
+    *((script, "gradient", "stop") for script in ("ppo", "grpo", "rloo", *OTHERS)),
+    *((script, "gradient", "skip") for script in ("ppo", *OTHERS)),
+    *((script, "loss", "skip") for script in OTHERS),
+    ("vineppo", "reference", "skip"),
     ("ppo", "critic", "stop"),
 ]
 SFT = dict(num_epochs=4 * 8 / 40_000, batch_size=8, eval_every=0)
 
 
 def break_logprobs(module, fault: str) -> None:
-    """The second pass with a gradient, or the first without one, gives NaN or infinity."""
+    """The second pass with a gradient, or one of the first without, gives NaN or infinity."""
     compute, calls = module.compute_logprobs, []
 
     def broken(model, input_ids, prompt_lens, response_mask, temperature):
         logprobs = compute(model, input_ids, prompt_lens, response_mask, temperature)
         if logprobs.requires_grad:
             calls.append(1)
-            if len(calls) == 2 and fault == "loss":
-                logprobs = logprobs * torch.where(response_mask > 0, torch.nan, 1)
+            if len(calls) == 2 and fault == "loss":  # infinite, with a slope that is not
+                logprobs = logprobs - response_mask * torch.inf
             elif len(calls) == 2 and fault == "gradient":  # its value is 0, its slope is infinite
                 logprobs = logprobs + (logprobs - logprobs.detach()).sqrt()
-        elif fault == "logprob" and not calls:
+        elif fault in ("logprob", "reference"):  # the first pass of one, the second of the other
             calls.append(0)
-            logprobs[0, 0] = -torch.inf
+            if len(calls) == 1 + (fault == "reference"):
+                logprobs[0, 0] = -torch.inf
         return logprobs
 
     module.compute_logprobs = broken
@@ -76,8 +81,11 @@ def main(folder: str, model: str) -> None:
     grading.grade_all = replay.grade_by_sum
     recorded, step, norms = replay.Replay.recorded, run.step, []
 
-    def record_step(engine, learning_rate: float) -> float:
-        norms.append(step(engine, learning_rate))
+    def record_step(engine, *arguments: float) -> float:
+        before = [p.detach().clone() for p in engine.module.parameters()]
+        norms.append(step(engine, *arguments))
+        if not math.isfinite(norms[-1]):  # nothing moved
+            assert all(map(torch.equal, before, engine.module.parameters()))
         return norms[-1]
 
     run.step = record_step
@@ -88,7 +96,7 @@ def main(folder: str, model: str) -> None:
         if script == "sft":
             options = SFT
         replay.Replay.recorded = recorded
-        if fault in ("loss", "gradient", "logprob"):
+        if fault in ("loss", "gradient", "logprob", "reference"):
             break_logprobs(module, fault)
         elif fault == "critic":
             break_critic(module)

@@ -103,11 +103,11 @@ def main(
     steps = []
     step = run.step
 
-    def record_step(engine, learning_rate: float) -> float:
+    def record_step(engine, *arguments: float) -> float:
         grads = {
             n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None
         }
-        norm = step(engine, learning_rate)
+        norm = step(engine, *arguments)
         weights = {n: p.detach().float().clone() for n, p in engine.module.named_parameters()}
         steps.append({"grads": grads, "norm": norm, "weights": weights})
         return norm

@@ -4,7 +4,6 @@ docs/errors.md, whose every row is made here. `python -m tests.test_errors` rene
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -18,7 +17,6 @@ from tests.conftest import ROOT, call, quiet_environment
 
 PAGE = os.path.join(ROOT, "docs/errors.md")
 PROBLEM = '{"prompt": "1+1=?", "answer": "2"}\n'
-EVIL = "import os\nopen(os.path.join(os.path.dirname(__file__), 'EXECUTED'), 'w')\n"
 
 # folder/train.jsonl (and validation.jsonl, if the second is not None)
 FILES: dict[str, tuple[bytes | str | None, str | None]] = {
@@ -63,7 +61,7 @@ def make_models(folder) -> None:
     (make("cut_off") / "model.safetensors").write_bytes(b"\x10\x27" + bytes(100))
     torch.save(model.state_dict(), make("pickles", weights=False) / "pytorch_model.bin")
     of_its_own = make("code")
-    (of_its_own / "evil.py").write_text(EVIL)
+    (of_its_own / "evil.py").write_text(f"open({str(folder / 'EXECUTED')!r}, 'w')\n")
     classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     change(of_its_own / "config.json", model_type="evil", auto_map=classes)
     change(make("few_rows", weights=False) / "config.json", vocab_size=20)
@@ -137,7 +135,7 @@ CASES = [
     ("a folder without a model", ["--model", "FOLDER/no_checkpoint"], "--model FOLDER/no_checkpoint: not a checkpoint (..."),
     ("a model without weights", ["--model", "FOLDER/no_weights"], "--model FOLDER/no_weights: not a checkpoint (no model.safetensors in it)"),
     ("weights that were cut off", ["--model", "FOLDER/cut_off"], "--model FOLDER/cut_off: not a checkpoint (..."),
-    ("weights that are pickles", ["--model", "FOLDER/pickles"], "--model FOLDER/pickles: its weights are pickles (pytorch_model.bin), which can run code; where you trust them: --trust-remote-code"),
+    ("weights that are pickles", ["--model", "FOLDER/pickles"], "--model FOLDER/pickles: has no model.safetensors, only pickles, which can run code; where you trust them: --trust-remote-code"),
     ("a model with code of its own", ["--model", "FOLDER/code"], "--model FOLDER/code: runs code of its own; read it, then --trust-remote-code"),
     ("a tokenizer without EOS", ["--model", "FOLDER/no_eos"], "--model FOLDER/no_eos: its tokenizer has no EOS token"),
     ("another model's tokenizer", ["--model", "FOLDER/few_rows"], "--model FOLDER/few_rows: its tokenizer has 34 tokens, its embeddings 20 rows: it is another model's tokenizer"),
@@ -207,7 +205,7 @@ def test_one_message_and_no_traceback(results, number):
     else:
         assert lines[0] == "error: " + message
     assert not os.path.exists(folder / "new")
-    assert not os.path.exists(folder / "code/EXECUTED")
+    assert not os.path.exists(folder / "EXECUTED")
 
 
 def make_table() -> str:
@@ -243,9 +241,10 @@ def test_pickles_and_code_are_read_where_they_are_trusted(results):
     assert loaded.state_dict().keys() == whole.state_dict().keys()
     with pytest.raises(OSError, match=r"model\.safetensors"):
         run.load_model(f"{folder}/pickles", "float32")
-    shutil.copytree(folder / "code", folder / "asked")
-    with pytest.raises(UsageError):  # it ran: its classes are not what they should be
-        run.check_model(f"{folder}/asked", 128, trust_remote_code=True)
+    with pytest.raises(UsageError):  # it has no such classes
+        run.check_model(f"{folder}/code", 128, trust_remote_code=True)
+    assert os.path.exists(folder / "EXECUTED")
+    os.remove(folder / "EXECUTED")
 
 
 def test_a_chat_template_is_not_used_and_that_is_said(results, capsys):

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 
 from analysis import credit
 from common import UsageError, data, grading, run, steps
+from tests.conftest import ROOT
 
 PIECES = r"""\boxed{ \fbox{ \boxed } { ^ _ ^{ \frac \frac{ }{ \dfrac12 \sqrt \sqrt[ ] 9 0 -1 1e9 0.5 .5 1/3
 10000000000 99999999! ! !! \binom{ \infty \pi x y e i ( ) [ ) , ; : < > = \leq \ne \pm \cup \cap \in | \left(
 \right) \left \right . % \% \$ $ $$ $a. ^\circ \text{ \mathrm{ \begin{pmatrix} \end{pmatrix} & \\ \\\\ ** //
 \overline{ \log_ \sin \cos^{-1} _{10} \{ \} \cdots \dots and or #### ####-5 $1,234 \displaystyle [asy] [/asy]
-\begin{align*} \end{align*} \[ \] . ? Question: __import__('os').system('touch_EXECUTED') lambda:0 {{7*7}} ${7*7}
+\begin{align*} \end{align*} \[ \] . ? Question: __import__('os').mkdir('EXECUTED') lambda:0 {{7*7}} ${7*7}
 <script>alert(1)</script> </td> <!-- --> & &amp; %s {0} NaN Infinity None True""".split()
 PIECES += [
     "\n",
@@ -88,7 +89,7 @@ def in_a_folder(tmp_path_factory):
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("fuzz"))
     yield
-    assert os.listdir() == []  # nothing was executed
+    assert os.listdir() == [] and not os.path.exists(f"{ROOT}/EXECUTED")  # by the worker
     os.chdir(before)
 
 
@@ -110,34 +111,11 @@ def test_grading_returns_0_or_1(text):
     assert grading.extract_number(text) is None or float(grading.extract_number(text)) is not None
 
 
-FORMS = [
-    r"\frac{%s}{%s}",
-    "%s^{%s}",
-    "(%s,%s)",
-    r"\sqrt[%s]{%s}",
-    r"\binom{%s}{%s}",
-    "%s+%s",
-    "%s%s",
-    "%s!%s",
-]
-FORMS += [
-    r"\left[%s,%s\right)",
-    r"%s\cup%s",
-    "%s=%s",
-    r"\log_{%s}{%s}",
-    r"\text{%s}%s",
-    r"\{%s,%s\}",
-    "%s_{%s}",
-]
-FORMS += [
-    r"\begin{pmatrix}%s\\%s\end{pmatrix}",
-    r"%s\%%%s",
-    r"%s^\circ%s",
-    r"\sin%s\cos^{-1}{%s}",
-    "-%s*%s",
-]
+FORMS = r"""\frac{%s}{%s} %s^{%s} (%s,%s) \sqrt[%s]{%s} \binom{%s}{%s} %s+%s %s%s %s!%s \left[%s,%s\right) %s\cup%s
+%s=%s \log_{%s}{%s} \text{%s}%s \{%s,%s\} %s_{%s} \begin{pmatrix}%s\\%s\end{pmatrix} %s\%%%s %s^\circ%s
+\sin%s\cos^{-1}{%s} -%s*%s""".split()
 ATOMS = st.sampled_from(
-    [*"0129xyei", "99999999", "10000000000", "0.5", r"\pi", r"\infty", r"\sqrt2", "1e9", ""]
+    [*"0129xyei", *r"99999999 10000000000 0.5 \pi \infty \sqrt2 1e9".split(), ""]
 )
 FORMULA = st.recursive(
     ATOMS | TEXT.map(lambda text: text.replace("{", "").replace("}", "")),

@@ -15,6 +15,7 @@ import restem
 import rloo
 import vineppo
 from common import run
+from tests.conftest import call
 
 # ---- advantages ----------------------------------------------------------------------------------
 
@@ -525,3 +526,10 @@ def test_a_single_response_of_a_single_token():
     assert vineppo.compute_advantages(
         torch.tensor([0.0]), torch.tensor([[0.25]]), steps, mask
     ).tolist() == [[-0.25]]
+
+
+def test_memory_does_not_grow_with_vocabulary_times_length():
+    few, many, at_once = map(int, call("-m", "tests.head_memory").stdout.split())
+    logits = 20_000 * 1_024 * 4 // 1_000_000  # MB of those of 1,024 tokens, in float32
+    assert many - few < logits  # 3,072 tokens more
+    assert at_once - many > 2 * logits  # 1,024 more than a chunk: the measure can tell

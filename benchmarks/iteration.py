@@ -1,0 +1,145 @@
+"""How much of an iteration's time its engines need, and where the rest goes.
+
+    python -m benchmarks.iteration                       every policy-gradient script, one process
+    torchrun --nproc-per-node 2 -m benchmarks.iteration
+
+    efficiency = (vLLM alone + passes on packed batches) / wall time of the iteration
+
+vLLM alone: each of the iteration's requests once more, with the same seed and weights and an empty
+prefix cache, just before the iteration makes it. Passes on packed batches: after the run, the
+forward, backward and optimizer passes that the iteration made, each on as many real tokens, in rows
+of one length, so without padding. Same process and same minutes, so that a busy machine slows all
+parts alike. Medians over iterations, of which the first two warm the engines up; without
+evaluations and checkpoints.
+"""
+
+import functools
+import importlib
+import os
+import shutil
+import statistics
+import tempfile
+import time
+
+import torch
+import tyro
+
+from common import run, sampling
+
+WARM_UP = 2
+
+
+class Recorder:
+    """Stands between a script and its engines and writes down what it asks of them."""
+
+    def __init__(self, module):
+        self.passes: list[tuple] = []  # of this iteration
+        self.alone: dict[str, float] = {}  # phase -> seconds
+        self.iterations: list[tuple[dict, dict, list]] = []  # (phases, alone, passes)
+        generate, log, step = sampling.Sampler.generate, run.Run.log, run.step
+        phase = run.Run.phase
+
+        def generate_twice(sampler, *arguments, **options):
+            start = time.perf_counter()
+            generate(sampler, *arguments, **options)
+            self.alone[self.phase] = time.perf_counter() - start
+            sampler.llm.reset_prefix_cache()
+            return generate(sampler, *arguments, **options)
+
+        def set_phase(logger, name):
+            self.phase = f"time/{name}"
+            phase(logger, name)
+
+        def end_iteration(logger, done, metrics):
+            logger.phase("")
+            self.iterations.append((dict(logger.phases), self.alone, self.passes))
+            self.alone, self.passes = {}, []
+            log(logger, done, metrics)
+
+        def record_step(engine, *arguments):
+            self.passes.append((engine, step, 0, 0, 0, False, *arguments))
+            return step(engine, *arguments)
+
+        def recorded(compute):
+            @functools.wraps(compute)
+            def compute_and_record(model, input_ids, prompt_lens, mask, *temperature):
+                sizes = len(mask), int(prompt_lens.sum() + mask.sum()), int(mask.sum())
+                grad = torch.is_grad_enabled()
+                self.passes.append((model, compute, *sizes, grad, *temperature))
+                return compute(model, input_ids, prompt_lens, mask, *temperature)
+
+            return compute_and_record
+
+        sampling.Sampler.generate, run.Run.log = generate_twice, end_iteration
+        run.Run.phase, run.step = set_phase, record_step
+        for name in {"compute_logprobs", "compute_values"} & vars(module).keys():
+            setattr(module, name, recorded(getattr(module, name)))
+
+        def restore():
+            sampling.Sampler.generate, run.Run.log = generate, log
+            run.Run.phase, run.step = phase, step
+
+        self.restore = restore
+
+
+def replay(passes: list[tuple]) -> float:
+    """Seconds of these passes on batches without padding: rows of their mean length."""
+    length = round(sum(one[3] for one in passes) / sum(one[2] for one in passes))
+    start = time.perf_counter()
+    for model, compute, _, tokens, response_tokens, with_gradient, *rest in passes:
+        if not tokens:
+            compute(model, *rest)  # a step
+            continue
+        rows = max(1, round(tokens / length))
+        response = min(length - 1, max(1, round(response_tokens / rows)))
+        ids = torch.ones(rows, length, dtype=torch.long)
+        prompt_lens, mask = torch.full((rows,), length - response), torch.ones(rows, response)
+        inputs = [tensor.to(model.device) for tensor in (ids, prompt_lens, mask)]
+        with torch.set_grad_enabled(with_gradient):
+            out = compute(model, *inputs, *rest)
+        if with_gradient:
+            model.set_gradient_accumulation_boundary(True)
+            model.backward(out.mean())
+    return time.perf_counter() - start
+
+
+def measure(script: str, model: str, num_iterations: int) -> list[dict[str, float]]:
+    """A dict for each iteration: seconds of its phases and parts, and the efficiency."""
+    module = importlib.import_module(script)
+    recorder = Recorder(module)
+    # the same folder on all ranks
+    name = f"iteration-{script}-{os.environ['MASTER_PORT']}"
+    args = dict(model=model, output_dir=os.path.join(tempfile.gettempdir(), name))
+    total = num_iterations + WARM_UP
+    module.main(module.Args(**args, num_iterations=total, eval_every=0, save_every=10_000))
+    shutil.rmtree(args["output_dir"], ignore_errors=True)
+    recorder.restore()
+    found = []
+    for phases, alone, passes in recorder.iterations[WARM_UP:]:
+        packed = replay(passes)
+        phases = {name: seconds - alone.get(name, 0) for name, seconds in phases.items()}
+        wall = sum(phases.values())
+        engines = sum(alone.values()) + packed
+        found.append({**phases, "wall": wall, "vLLM alone": sum(alone.values()), "packed": packed})
+        found[-1]["efficiency"] = engines / wall
+    return found
+
+
+def main(
+    scripts: tuple[str, ...] = ("vineppo", "ppo", "grpo", "rloo"),
+    model: str = "runs/sft/hf",
+    num_iterations: int = 8,
+) -> None:
+    rank, _ = run.set_up_processes()
+    for script in scripts:
+        found = measure(script, model, num_iterations)
+        if rank == 0:
+            names = {name: None for one in found for name in one}
+            medians = {n: statistics.median(one.get(n, 0.0) for one in found) for n in names}
+            print(f"{script}: efficiency {medians.pop('efficiency'):.3f}, ", end="")
+            print(", ".join(f"{name} {seconds:.2f}" for name, seconds in medians.items()))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
+    os._exit(0)
