@@ -383,6 +383,7 @@ class Run:
         """Loads the newest checkpoint that is whole, if there is one; returns how many of `total`
         are done. Raises UsageError where none is whole, or it is another run's."""
         os.makedirs(os.path.join(self.folder, "checkpoints"), exist_ok=True)
+        self.check_shared()
         done = self.find_whole()
         for name, engine in engines.items() if done else ():
             path, _ = engine.load_checkpoint(self.path(done), tag=name)
@@ -464,6 +465,22 @@ class Run:
         for bad in damaged if self.is_main else ():
             os.replace(self.path(bad), f"{self.folder}/checkpoints/damaged_{bad}_{time.time():.0f}")
         return iteration
+
+    def check_shared(self) -> None:
+        """Raises UsageError where a rank does not see the folder that rank 0 writes to."""
+        name = os.path.join(self.folder, f"seen_by_all_{time.time_ns()}")
+        (name,) = gather([name] if self.is_main else [])
+        if self.is_main:
+            open(name, "w").close()
+        dist.barrier()
+        blind = gather([] if os.path.exists(name) else [socket.gethostname()])
+        if self.is_main:
+            os.remove(name)
+        require(
+            not blind,
+            f"--output-dir {self.folder}: {', '.join(sorted(set(blind)))} does not see what rank 0 "
+            "writes there: it must be a folder that all nodes share",
+        )
 
     def keep_lines(self, name: str, done: int) -> None:
         """Drops what a killed run wrote after its newest checkpoint, half a line included."""

@@ -71,3 +71,12 @@ def sft_model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("sft")
     call("sft.py", "--num-epochs", "0.24", "--output-dir", str(folder))
     return str(folder / "hf")
+
+
+@pytest.fixture(scope="session")
+def recorded(sft_model, tmp_path_factory):
+    """All scripts on one rank, one after another, and what they sampled."""
+    folder = tmp_path_factory.mktemp("replay")
+    arguments = ["--folder", str(folder), "--model", sft_model]
+    call("-m", "tests.replay", "--record", *arguments)
+    return folder, arguments

@@ -395,15 +395,6 @@ def test_evaluate_gives_an_interval_on_any_number_of_ranks(finished, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def recorded(sft_model, tmp_path_factory):
-    """All scripts on one rank, one after another, and what they sampled."""
-    folder = tmp_path_factory.mktemp("replay")
-    arguments = ["--folder", str(folder), "--model", sft_model]
-    call("-m", "tests.replay", "--record", *arguments)
-    return folder, arguments
-
-
-@pytest.fixture(scope="module")
 def replayed(recorded):
     """{name: what the call with these options wrote}, each called once."""
     folder, arguments = recorded

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -14,8 +16,25 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.conftest import ROOT, SMALL, call, copy_of_the_project, read_jsonl
-from tests.test_runs import FAST, check_parity, check_same_run, start_run, terminate
+from tests.conftest import (
+    BIN,
+    ROOT,
+    SMALL,
+    call,
+    copy_of_the_project,
+    quiet_environment,
+    read_jsonl,
+)
+from tests.test_runs import (
+    FAST,
+    SCRIPTS,
+    check_parity,
+    check_same,
+    check_same_run,
+    start_run,
+    terminate,
+    wait_for,
+)
 
 pytestmark = pytest.mark.soak
 DATA = os.path.join(ROOT, "../shared/data")
@@ -145,6 +164,71 @@ def test_weights_that_are_trusted_pickles_are_evaluated(sft_model, tmp_path):
     same = call("evaluate.py", "--model", sft_model, *arguments)
     line = next(line for line in result.stdout.splitlines() if line.startswith("pass@1"))
     assert line in same.stdout
+
+
+# ---- two hosts: two torchrun agents that meet on the loopback device -----------------------------
+
+
+def start_on_two_hosts(arguments, folders=(ROOT, ROOT)) -> list[subprocess.Popen]:
+    """Two ranks on each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meet = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "1"]
+    meet += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    return [
+        subprocess.Popen(
+            [f"{BIN}/torchrun", *meet, *arguments],
+            cwd=folder,
+            env={**quiet_environment(ranks=4), "PYTHONPATH": ROOT},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for folder in folders
+    ]
+
+
+def test_four_ranks_on_two_hosts_make_the_gradients_of_one(recorded):
+    folder, arguments = recorded
+    options = ["--name", "two_hosts", "--micro-batch-tokens", "250"]
+    agents = start_on_two_hosts(["-m", "tests.replay", *arguments, *options])
+    outputs = [agent.communicate()[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs[0][-3000:]
+    for script in SCRIPTS:
+        check_same(folder / "two_hosts", folder / "recorded", script)
+
+
+def test_a_dead_rank_ends_the_run_and_a_restart_resumes(sft_model, tmp_path):
+    run = tmp_path / "run"
+    arguments = [f"{ROOT}/vineppo.py", *FAST, "--save-every", "1", "--model", sft_model]
+    arguments += ["--output-dir", str(run)]
+    agents = start_on_two_hosts(arguments)
+    wait_for(run / "checkpoints/iteration_000001/manifest.json", agents[0])
+    children = subprocess.check_output(["pgrep", "-P", str(agents[1].pid)], text=True).split()
+    start = time.time()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    outputs = [agent.communicate(timeout=60)[0] for agent in agents]
+    print(f"\nover {time.time() - start:.0f} s after the kill")
+    assert all(agent.returncode != 0 for agent in agents)
+    cause = f"Signal 9 (SIGKILL) received by PID {children[-1]}"
+    (report,) = [text for text in outputs if cause in text]
+    assert re.search(r"rank +: [0-3] \(local_rank: 1\)", report)
+    agents = start_on_two_hosts([*arguments, "--resume", "auto"])
+    outputs = [agent.communicate()[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs[0][-3000:]
+    assert [line["iteration"] for line in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_folder_that_is_not_shared_is_refused(sft_model, tmp_path):
+    folders = tmp_path / "one", tmp_path / "other"
+    for folder in folders:
+        folder.mkdir()
+    arguments = [f"{ROOT}/vineppo.py", *FAST, "--model", sft_model, "--output-dir", "run"]
+    outputs = [agent.communicate()[0] for agent in start_on_two_hosts(arguments, folders)]
+    assert any("error: --output-dir run: " in text for text in outputs), outputs[0][-3000:]
+    assert any("it must be a folder that all nodes share" in text for text in outputs)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
