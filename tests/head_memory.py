@@ -1,5 +1,5 @@
 """The most memory that log-probs and their gradient take, in MB, for 1,024 response tokens, for
-4,096, and for 2,048 whose logits are made at once. Run by the tests, in a process of its own: the
+4,096, and for as many whose logits are made at once. Run by the tests, in a process of its own: the
 system counts a process's peak only once."""
 
 import resource
@@ -25,7 +25,7 @@ def main() -> None:
     print(peak(1_024), peak(4_096), end=" ")
     split = torch.Tensor.split
     torch.Tensor.split = lambda tensor, _: split(tensor, 1_000_000)
-    print(peak(2_048))
+    print(peak(4_096))
 
 
 if __name__ == "__main__":

@@ -532,4 +532,4 @@ def test_memory_does_not_grow_with_vocabulary_times_length():
     few, many, at_once = map(int, call("-m", "tests.head_memory").stdout.split())
     logits = 20_000 * 1_024 * 4 // 1_000_000  # MB of those of 1,024 tokens, in float32
     assert many - few < logits  # 3,072 tokens more
-    assert at_once - many > 2 * logits  # 1,024 more than a chunk: the measure can tell
+    assert at_once - many > 2 * logits  # 3,072 more than a chunk: the measure can tell

@@ -154,7 +154,10 @@ def test_every_flag_is_used(script):
 
     with open(f"{ROOT}/{script}.py") as file:
         text = file.read().split("def main(args")[1]
-    text += "args.resume args.output_dir args.track args.keep_checkpoints" * ("run.Run(" in text)
+    text += (
+        "args.resume args.output_dir args.track args.keep_checkpoints args.grace_seconds args.on_nan "
+        * ("run.Run(" in text)
+    )
     for field in dataclasses.fields(importlib.import_module(script).Args):
         assert re.search(rf"args\.{field.name}\b", text), field.name
 
@@ -163,6 +166,6 @@ def test_line_budgets():
     def count(*paths):
         return sum(len(open(path).readlines()) for path in paths)
 
-    assert count(f"{ROOT}/vineppo.py") <= 485
+    assert count(f"{ROOT}/vineppo.py") <= 505
     assert count(f"{ROOT}/sft.py") <= 320
-    assert count(*glob.glob(f"{ROOT}/common/*.py")) <= 2280
+    assert count(*glob.glob(f"{ROOT}/common/*.py")) <= 2540
