@@ -154,10 +154,9 @@ def test_every_flag_is_used(script):
 
     with open(f"{ROOT}/{script}.py") as file:
         text = file.read().split("def main(args")[1]
-    text += (
-        "args.resume args.output_dir args.track args.keep_checkpoints args.grace_seconds args.on_nan "
-        * ("run.Run(" in text)
-    )
+    if "run.Run(" in text:
+        text += "args.resume args.output_dir args.track args.keep_checkpoints "
+        text += "args.grace_seconds args.on_nan "
     for field in dataclasses.fields(importlib.import_module(script).Args):
         assert re.search(rf"args\.{field.name}\b", text), field.name
 
