@@ -568,6 +568,22 @@ def test_discarded_gradients_leave_nothing_behind(zero_stage, dtype):
     assert all(torch.equal(*pair) for pair in zip(outcomes[0][1], outcomes[1][1], strict=True))
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_broken_gradients_make_no_step(zero_stage, dtype, broken):
+    engine = tiny_engine(zero_stage, dtype)
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    for factor, loss in ((broken, 0.0), (1.0, broken)):  # in the gradient; in the loss alone
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(torch.full((2, 9), 5)).logits.float().square().mean() * factor)
+        assert not math.isfinite(run.step(engine, 1e-3, loss))
+        assert all(map(torch.equal, before, engine.module.parameters()))
+    engine.backward(engine(torch.full((2, 9), 5)).logits.float().square().mean())
+    assert 0 < run.step(engine, 1e-3) < 100
+    assert not all(map(torch.equal, before, engine.module.parameters()))
+
+
 # ---- sampler and trainer -------------------------------------------------------------------------
 
 
