@@ -98,6 +98,7 @@ def test_activations_grow_with_tokens_and_not_with_ranks(model):
     )
 
 
+@pytest.mark.soak
 def test_one_setting_measured(tmp_path):
     """ZeRO 2, untied, with a critic, rank 0 of 4: the most that plan_check has."""
     made = plan_check.make_setting(str(tmp_path), *plan_check.SETTINGS[3][1:])
