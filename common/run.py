@@ -27,6 +27,9 @@ from common import RunError, UsageError, grading, require
 # ---- processes -----------------------------------------------------------------------------------
 
 
+PR_SET_PDEATHSIG = 1
+
+
 def set_up_processes() -> tuple[int, int]:
     """(rank, world size). Without torchrun it fills in the variables of a single process."""
     if "RANK" not in os.environ:
@@ -36,6 +39,8 @@ def set_up_processes() -> tuple[int, int]:
         single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
         os.environ.update({name: str(value) for name, value in single.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    else:  # where torchrun is killed, its ranks must not go on, beside those of the next start
+        ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # a kernel for each shape of batch is kept; at its default, 1,024, memory grows for hours

@@ -165,7 +165,7 @@ def kill_after(arguments, path, ranks) -> None:
     wait_for(path, process)
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.communicate(timeout=60)
 
 
 def check_same_run(folder, whole) -> None:
