@@ -2,6 +2,7 @@
 one that has imported what takes seconds. Reads JSON [[script, flag, ...], ...], writes [[exit
 status, stdout, stderr], ...]. Run by the tests."""
 
+import functools
 import json
 import os
 import runpy
@@ -16,6 +17,7 @@ from common import data, grading, run, sampling, steps
 
 IMPORTED = (torch, tyro, AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast)
 IMPORTED += (data, grading, run, sampling, steps)
+data.make_chain_problems = functools.cache(data.make_chain_problems)  # a second for each command
 
 
 def in_a_child(arguments: list[str], output: int, errors: int) -> None:
@@ -42,6 +44,8 @@ def in_a_child(arguments: list[str], output: int, errors: int) -> None:
 
 def main() -> None:
     results = []
+    for split in ("sft", "train", "validation"):
+        data.make_chain_problems(split)
     for arguments in json.load(sys.stdin):
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             child = os.fork()

@@ -122,7 +122,7 @@ def differences(folder: str, whole: str) -> list[str]:
 
 
 def main(model: str, folder: str, tries: int = 14, seed: int = 1, first: int = 0) -> None:
-    """`first`: where to begin, to go on with a trial that was stopped; 7 is the first on 2 ranks."""
+    """`first`: where to begin, to go on with a trial that was stopped (7: those on two ranks)."""
     rng = random.Random(seed + first)
     wholes: dict[tuple[str, int], list[tuple[float, str]]] = {}
     lost = 0
