@@ -1,5 +1,6 @@
 """What the tests share: one short SFT checkpoint, and commands as users type them."""
 
+import filecmp
 import json
 import os
 import shutil
@@ -42,6 +43,19 @@ def call(*arguments: str, ranks: int = 1, fails: bool = False) -> subprocess.Com
     return result
 
 
+def start_run(arguments, ranks: int, output=subprocess.PIPE, **variables) -> subprocess.Popen:
+    """As `call`, without waiting; in a session of its own."""
+    return subprocess.Popen(
+        command(*arguments, ranks=ranks),
+        cwd=ROOT,
+        env={**quiet_environment(ranks), **variables},
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def copy_of_the_project(folder):
     files = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -63,6 +77,21 @@ def timeless(path) -> list[dict]:
         {name: value for name, value in line.items() if not name.startswith("time/")}
         for line in read_jsonl(path)
     ]
+
+
+def differences(folder, whole) -> list[str]:
+    """What of two runs is not the same: metrics (but for timings), episodes, the last weights."""
+    found = []
+    if timeless(f"{folder}/metrics.jsonl") != timeless(f"{whole}/metrics.jsonl"):
+        found.append("metrics")
+    if os.path.exists(f"{whole}/episodes.jsonl") and (
+        read_jsonl(f"{folder}/episodes.jsonl") != read_jsonl(f"{whole}/episodes.jsonl")
+    ):
+        found.append("episodes")
+    weights = "hf/model.safetensors"
+    if not filecmp.cmp(f"{folder}/{weights}", f"{whole}/{weights}", shallow=False):
+        found.append("weights")
+    return found
 
 
 @pytest.fixture(scope="session")

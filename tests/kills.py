@@ -6,7 +6,6 @@ A try kills a run, perhaps once more after its resume, resumes it and compares m
 weights with those of a run that nobody killed. Prints a line for each and what was lost.
 """
 
-import filecmp
 import os
 import random
 import runpy
@@ -18,7 +17,7 @@ import time
 import psutil
 import tyro
 
-from tests.conftest import ROOT, SMALL, command, quiet_environment, read_jsonl, timeless
+from tests.conftest import ROOT, SMALL, differences, start_run
 
 SHORT = [*SMALL, "--num-iterations", "4", "--save-every", "1", "--eval-every", "2"]
 NO_K = [word for i, word in enumerate(SHORT) if "--k" not in SHORT[max(0, i - 1) : i + 1]]
@@ -38,15 +37,7 @@ SCRIPTS = {
 
 def start(words: list[str], ranks: int, phases: str) -> subprocess.Popen:
     """The script, with the phases that it goes through written to a file."""
-    return subprocess.Popen(
-        command("-m", "tests.kills", *words, ranks=ranks),
-        cwd=ROOT,
-        env={**quiet_environment(ranks), "PHASES": phases},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return start_run(["-m", "tests.kills", *words], ranks, PHASES=phases)
 
 
 def finish(words: list[str], ranks: int, phases: str = os.devnull) -> str:
@@ -54,6 +45,11 @@ def finish(words: list[str], ranks: int, phases: str = os.devnull) -> str:
     output, _ = process.communicate()
     assert process.returncode == 0, output[-4000:]
     return output
+
+
+def resume(folder: str) -> list[str]:
+    """What a user adds to the command, where there is a run to go on with."""
+    return ["--resume", "auto"] if os.path.exists(f"{folder}/args.json") else []
 
 
 def run_script(words: list[str]) -> None:
@@ -107,20 +103,6 @@ def kill(words: list[str], ranks: int, phases: str, number: int, delay: float) -
     return read_phases(phases)[-1][1]
 
 
-def differences(folder: str, whole: str) -> list[str]:
-    found = []
-    if timeless(f"{folder}/metrics.jsonl") != timeless(f"{whole}/metrics.jsonl"):
-        found.append("metrics")
-    if os.path.exists(f"{whole}/episodes.jsonl") and (
-        read_jsonl(f"{folder}/episodes.jsonl") != read_jsonl(f"{whole}/episodes.jsonl")
-    ):
-        found.append("episodes")
-    weights = "hf/model.safetensors"
-    if not filecmp.cmp(f"{folder}/{weights}", f"{whole}/{weights}", shallow=False):
-        found.append("weights")
-    return found
-
-
 def main(model: str, folder: str, tries: int = 14, seed: int = 1, first: int = 0) -> None:
     """`first`: where to begin, to go on with a trial that was stopped (7: those on two ranks)."""
     rng = random.Random(seed + first)
@@ -150,10 +132,9 @@ def main(model: str, folder: str, tries: int = 14, seed: int = 1, first: int = 0
                 name = names[(number + seed) % len(names)]
                 which = rng.choice([i for i, (_, other) in enumerate(early) if other == name])
                 delay = rng.random() * (phases[which + 1][0] - phases[which][0])
-                resume = ["--resume", "auto"] if os.path.exists(f"{killed}/args.json") else []
-                where.append(kill([*words, *resume], ranks, f"{killed}.phases", which, delay))
-        resume = ["--resume", "auto"] if os.path.exists(f"{killed}/args.json") else []
-        finish([*words, *resume], ranks)
+                line = [*words, *resume(killed)]
+                where.append(kill(line, ranks, f"{killed}.phases", which, delay))
+        finish([*words, *resume(killed)], ranks)
         found = differences(killed, whole)
         lost += bool(found)
         print(

@@ -18,12 +18,11 @@ from transformers import LlamaForCausalLM
 
 from common import RunError, UsageError, data, run
 from tests.conftest import (
-    ROOT,
     SMALL,
     call,
-    command,
-    quiet_environment,
+    differences,
     read_jsonl,
+    start_run,
     timeless,
 )
 
@@ -132,18 +131,6 @@ def test_a_sigterm_without_time_of_grace_ends_at_once(finished, sft_model, tmp_p
     assert str(folder) not in subprocess.check_output(["ps", "-eo", "args"], text=True)
 
 
-def start_run(arguments, ranks, output=subprocess.PIPE):
-    return subprocess.Popen(
-        command(*arguments, ranks=ranks),
-        cwd=ROOT,
-        env=quiet_environment(ranks),
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def wait_for(path, process) -> None:
     deadline = time.time() + 120
     while not os.path.exists(path) or os.path.getsize(path) == 0:
@@ -169,11 +156,7 @@ def kill_after(arguments, path, ranks) -> None:
 
 
 def check_same_run(folder, whole) -> None:
-    assert timeless(folder / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
-    if os.path.exists(whole / "episodes.jsonl"):
-        assert read_jsonl(folder / "episodes.jsonl") == read_jsonl(whole / "episodes.jsonl")
-    weights = "hf/model.safetensors"
-    assert filecmp.cmp(folder / weights, whole / weights, shallow=False)
+    assert differences(folder, whole) == []
 
 
 def open_run(folder, settings) -> run.Run:

@@ -24,6 +24,7 @@ from tests.conftest import (
     copy_of_the_project,
     quiet_environment,
     read_jsonl,
+    start_run,
 )
 from tests.test_runs import (
     FAST,
@@ -31,7 +32,6 @@ from tests.test_runs import (
     check_parity,
     check_same,
     check_same_run,
-    start_run,
     terminate,
     wait_for,
 )
