@@ -118,6 +118,11 @@ class Args:
     share_rollouts: bool = True
     """value equal prefixes once (a prompt is that of G responses). Sharers get the same noise: turn
     it off where K is small or prefixes are often equal (docs/vineppo.md)"""
+    smoothing: float = 0.0
+    """a step's credit also goes to its neighbours d steps away, times smoothing^d: less noise where
+    K is small, as unbiased (docs/credit.md); 0: the paper"""
+    reuse_responses: bool = False
+    """the other responses of a prompt count as rollouts from it"""
     max_steps_valued: int = 0
     """later steps join the last valued one; 0: no cap"""
     norm_adv: bool = True
@@ -125,6 +130,7 @@ class Args:
 
     def check(self) -> None:
         require(self.k >= 1, f"--k {self.k}: a value needs at least one rollout")
+        require(0 <= self.smoothing <= 1, f"--smoothing {self.smoothing}: from 0 to 1")
         require(self.max_steps_valued >= 0, f"--max-steps-valued {self.max_steps_valued}: below 0")
 
 
@@ -134,16 +140,20 @@ def compute_advantages(
     step_values: torch.Tensor,
     step_index: torch.Tensor,
     response_mask: torch.Tensor,
+    smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Eq. 6: the change in value over a step, for each of its tokens.
+    """Eq. 6: the change in value over a step, for each of its tokens; a step also gets smoothing^d
+    of the change over each step d before or behind it (docs/credit.md).
 
     rewards (B,); step_values (B, S) of the states in which steps start, padded; step_index (B, T)
     the step of each token; response_mask (B, T) -> advantages (B, T), 0 on padding.
     """
-    num_steps = (step_index * response_mask).amax(dim=1, keepdim=True) + 1  # (B, 1)
-    is_last = torch.arange(step_values.shape[1]) == num_steps - 1  # (B, S)
-    next_values = torch.where(is_last, rewards[:, None], step_values.roll(-1, dims=1))  # (B, S)
-    return (next_values - step_values).gather(1, step_index) * response_mask
+    step = torch.arange(step_values.shape[1])  # (S,)
+    last = (step_index * response_mask).amax(dim=1, keepdim=True)  # (B, 1)
+    next_values = torch.where(step == last, rewards[:, None], step_values.roll(-1, dims=1))
+    changes = (next_values - step_values) * (step <= last)  # (B, S)
+    changes = changes @ (smoothing ** (step[:, None] - step).abs()).to(changes)  # 0^0 is 1
+    return changes.gather(1, step_index) * response_mask
 
 
 def whiten(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -399,12 +409,19 @@ def main(args: Args) -> None:
         values = dict(zip(states, run.gather(my_values), strict=True))
 
         step_values = [[values[key][0] for key in keys] for keys in state_keys]  # (B, S), ragged
+        if args.reuse_responses:
+            groups = b_rewards.view(-1, args.group_size)
+            others = (groups.sum(dim=1, keepdim=True) - groups).flatten().tolist()  # (B,) sums
+            for of_row, total in zip(step_values, others, strict=True):
+                of_row[0] = (args.k * of_row[0] + total) / (args.k + args.group_size - 1)
         step_index = torch.zeros(response_mask.shape, dtype=torch.long)  # (B, T)
         for row, ends in enumerate(step_ends):
             for end in ends[:-1]:
                 step_index[row, end:] += 1
         b_step_values = pad_sequence([torch.tensor(v) for v in step_values], batch_first=True)
-        advantages = compute_advantages(b_rewards, b_step_values, step_index, response_mask)
+        advantages = compute_advantages(
+            b_rewards, b_step_values, step_index, response_mask, args.smoothing
+        )
         b_advantages = whiten(advantages, response_mask) if args.norm_adv else advantages
         state_values = torch.tensor([value for value, _ in values.values()])
         metrics["adv/value"] = state_values.mean().item()

@@ -12,7 +12,7 @@ import torch
 
 from common.data import apply_operation
 
-LINE = re.compile(r"[a-z]+ (\d)([+-])(\d)=(\d) [a-z]+\n")
+LINE = re.compile(r"(?:[a-z]+ )?(\d)([+-])(\d)=(\d)(?: [a-z]+)?\n")  # fillers or none
 OPS = "+-"
 
 

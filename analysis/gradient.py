@@ -106,19 +106,33 @@ def flat_gradient(policy) -> torch.Tensor:
     return gradient
 
 
-def main(
-    model: str = "runs/sft/hf",
-    batches: int = 16,
-    num_prompts: int = 8,
-    group_size: int = 8,
-    exact_episodes: int = 4096,
-    ks: tuple[int, ...] = (1, 3, 9),
-    temperature: float = 0.6,
-    seed: int = 1,
-) -> None:
-    """Gradients of `batches` x num_prompts x group_size episodes; the exact one and the table of
-    facts come from exact_episodes others, each of a prompt of its own."""
-    require(batches > 1 and min(ks) > 0, f"--batches {batches} --ks {ks}: too small")
+class Draw(NamedTuple):
+    reward: float
+    ids: list[int]
+
+
+class Study(NamedTuple):
+    policy: torch.nn.Module
+    tokenizer: object
+    episodes: list[Episode]  # batches of num_prompts x group_size
+    draws: list[list[list[Draw]]]  # of each episode, of each state in which a step starts: K
+    values: dict[str, torch.Tensor]  # prompt -> (S, 10), exact
+    exact: torch.Tensor  # the gradient, (P,)
+    mean_reward: float
+
+
+def make_study(
+    model: str,
+    batches: int,
+    num_prompts: int,
+    group_size: int,
+    exact_episodes: int,
+    k: int,
+    temperature: float,
+    seed: int,
+) -> Study:
+    """Samples it all and prints how far the exact values are to be trusted."""
+    require(batches > 1 and k > 0, f"--batches {batches}, K {k}: too small")
     # the exact gradient needs many prompts more than many responses: those of the demonstrations
     others = data.load_problems("chain", "sft")[:exact_episodes]
     problems = data.load_problems("chain", "train")[: batches * num_prompts]
@@ -146,82 +160,27 @@ def main(
             after = [values[episode.problem.prompt][line + 1] for episode, line in lines]  # (10,)
             (results * torch.stack(after).to(results)).sum().backward()
         halves.append(flat_gradient(policy))
-    exact = sum(halves)
 
     # K rollouts from each state of each episode
     starts = [(e, start) for e in episodes for start in [0, *e.ends[:-1]]]
     prefixes = [e.ids[:start] for e, start in starts]
     groups = sampler.generate(
         [e.prompt_ids + prefix for (e, _), prefix in zip(starts, prefixes, strict=True)],
-        max(ks),
+        k,
         temperature,
         1.0,
         [MAX_RESPONSE_LEN - len(prefix) for prefix in prefixes],
         seed + 2,
         progress=True,
     )
-    outcomes = [
-        grading.grade_all(
-            tokenizer,
-            [prefix + rollout.ids for rollout in group],
-            [rollout.finished for rollout in group],
-            [e.problem.answer] * max(ks),
-            "####",
-        )
-        for (e, _), prefix, group in zip(starts, prefixes, groups, strict=True)
-    ]
+    of_state = []
+    for (e, _), prefix, group in zip(starts, prefixes, groups, strict=True):
+        ids, ended = [prefix + r.ids for r in group], [r.finished for r in group]
+        rewards = grading.grade_all(tokenizer, ids, ended, [e.problem.answer] * k, "####")
+        of_state.append([Draw(x, r.ids) for x, r in zip(rewards, group, strict=True)])
+    draws = [[of_state.pop(0) for _ in e.ends] for e in episodes]
 
-    equals = tokenizer.convert_tokens_to_ids("=")
     mean_reward = statistics.mean(e.reward for e in others)
-    cosines: dict[str, list[list[float]]] = {}
-    for first in tqdm(range(0, len(episodes), num_prompts * group_size), desc="estimators"):
-        batch = episodes[first : first + num_prompts * group_size]
-        inputs = pad(batch, policy.device)
-        mask = inputs[-1].cpu()
-        rewards = torch.tensor([e.reward for e in batch])
-        mine = [[outcomes.pop(0) for _ in e.ends] for e in batch]
-        step_index = torch.zeros(mask.shape, dtype=torch.long)
-        for row, e in enumerate(batch):
-            for end in e.ends[:-1]:
-                step_index[row, end:] += 1
-        of_k = {k: [[sum(o[:k]) / k for o in states] for states in mine] for k in ks}
-        known = [  # of a response that is no chain: no value
-            [values[e.problem.prompt][i, d].item() for i, d in enumerate(e.digits)]
-            if e.digits
-            else [0.0] * len(e.ends)
-            for e in batch
-        ]
-
-        def by_steps(step_values, rewards=rewards, step_index=step_index, mask=mask):
-            padded = pad_sequence([torch.tensor(v) for v in step_values], batch_first=True)
-            return vineppo.compute_advantages(rewards, padded, step_index, mask)
-
-        known_values = torch.zeros_like(mask)  # of the state before each token
-        for row, e in enumerate(batch):
-            for i, (start, end) in enumerate(itertools.pairwise([0, *e.ends])):
-                known_values[row, start:end] = known[row][i]
-                if e.digits and i < len(e.digits) - 1:  # the result is out behind its token
-                    known_values[row, e.ids.index(equals, start) + 2 : end] = known[row][i + 1]
-        estimates = {
-            "constant baseline": (rewards[:, None] - mean_reward) * mask,
-            "GRPO": grpo.compute_advantages(rewards, group_size, mask),
-            "RLOO": rloo.compute_advantages(rewards, group_size, mask),
-            "PPO, exact values as critic": ppo.compute_advantages(
-                rewards, known_values, mask, 1.0, 1.0
-            ),
-            **{f"VinePPO, K = {k}": by_steps(of_k[k]) for k in ks},
-            "VinePPO, exact values": by_steps(known),
-        }
-        logprobs = vineppo.compute_logprobs(policy, *inputs, temperature)
-        for name, advantages in estimates.items():
-            found = []
-            for used in (advantages, vineppo.whiten(advantages, mask)):
-                loss = (logprobs * used.to(policy.device)).sum() / mask.sum()
-                loss.backward(retain_graph=True)
-                gradient = flat_gradient(policy)
-                found.append(torch.cosine_similarity(gradient, exact, dim=0).item())
-            cosines.setdefault(name, []).append(found)
-
     chains = statistics.mean(e.digits is not None for e in others)
     start_values = [values[e.problem.prompt][0, e.digits[0]].item() for e in others if e.digits]
     agreement = torch.cosine_similarity(*halves, dim=0).item()
@@ -231,7 +190,92 @@ def main(
         f"mean exact V(prompt) {statistics.mean(start_values):.4f}, mean reward {mean_reward:.4f}"
     )
     print(f"exact gradient: cosine of its two halves {agreement:.3f}\n")
-    print(f"cosine of {num_prompts * group_size} episodes' gradient with the exact one,")
+    return Study(policy, tokenizer, episodes, draws, values, sum(halves), mean_reward)
+
+
+def known_values(study: Study, e: Episode) -> list[float]:
+    """Exact values of the states in which its steps start; 0 for a response that is no chain."""
+    if not e.digits:
+        return [0.0] * len(e.ends)
+    return [study.values[e.problem.prompt][i, d].item() for i, d in enumerate(e.digits)]
+
+
+def index_steps(batch: list[Episode], mask: torch.Tensor) -> torch.Tensor:
+    """(b, T), the step of each token."""
+    step_index = torch.zeros(mask.shape, dtype=torch.long)
+    for row, e in enumerate(batch):
+        for end in e.ends[:-1]:
+            step_index[row, end:] += 1
+    return step_index
+
+
+def cosine(
+    study: Study, logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+) -> float:
+    """Of the exact gradient and that of mean over tokens of advantage x log-prob, all (b, T)."""
+    loss = (logprobs * advantages.to(study.policy.device)).sum() / mask.sum()
+    loss.backward(retain_graph=True)
+    return torch.cosine_similarity(flat_gradient(study.policy), study.exact, dim=0).item()
+
+
+def main(
+    model: str = "runs/sft/hf",
+    batches: int = 16,
+    num_prompts: int = 8,
+    group_size: int = 8,
+    exact_episodes: int = 4096,
+    ks: tuple[int, ...] = (1, 3, 9),
+    temperature: float = 0.6,
+    seed: int = 1,
+) -> None:
+    """Gradients of `batches` x num_prompts x group_size episodes; the exact one and the table of
+    facts come from exact_episodes others, each of a prompt of its own."""
+    require(min(ks) > 0, f"--ks {ks}: too small")
+    sizes = batches, num_prompts, group_size, exact_episodes, max(ks)
+    study = make_study(model, *sizes, temperature, seed)
+    policy, episodes = study.policy, study.episodes
+    equals = study.tokenizer.convert_tokens_to_ids("=")
+    cosines: dict[str, list[list[float]]] = {}
+    size = num_prompts * group_size
+    for first in tqdm(range(0, len(episodes), size), desc="estimators"):
+        batch, draws = episodes[first : first + size], study.draws[first : first + size]
+        inputs = pad(batch, policy.device)
+        mask = inputs[-1].cpu()
+        rewards = torch.tensor([e.reward for e in batch])
+        step_index = index_steps(batch, mask)
+        of_k = {
+            k: [[sum(d.reward for d in of[:k]) / k for of in states] for states in draws]
+            for k in ks
+        }
+        known = [known_values(study, e) for e in batch]
+
+        def by_steps(step_values, rewards=rewards, step_index=step_index, mask=mask):
+            padded = pad_sequence([torch.tensor(v) for v in step_values], batch_first=True)
+            return vineppo.compute_advantages(rewards, padded, step_index, mask)
+
+        known_at = torch.zeros_like(mask)  # value of the state before each token
+        for row, e in enumerate(batch):
+            for i, (start, end) in enumerate(itertools.pairwise([0, *e.ends])):
+                known_at[row, start:end] = known[row][i]
+                if e.digits and i < len(e.digits) - 1:  # the result is out behind its token
+                    known_at[row, e.ids.index(equals, start) + 2 : end] = known[row][i + 1]
+        estimates = {
+            "constant baseline": (rewards[:, None] - study.mean_reward) * mask,
+            "GRPO": grpo.compute_advantages(rewards, group_size, mask),
+            "RLOO": rloo.compute_advantages(rewards, group_size, mask),
+            "PPO, exact values as critic": ppo.compute_advantages(
+                rewards, known_at, mask, 1.0, 1.0
+            ),
+            **{f"VinePPO, K = {k}": by_steps(of_k[k]) for k in ks},
+            "VinePPO, exact values": by_steps(known),
+        }
+        logprobs = vineppo.compute_logprobs(policy, *inputs, temperature)
+        for name, advantages in estimates.items():
+            both = advantages, vineppo.whiten(advantages, mask)
+            found = [cosine(study, logprobs, used, mask) for used in both]
+            cosines.setdefault(name, []).append(found)
+
+    print(f"\ncosine of {size} episodes' gradient with the exact one,")
     print(f"{batches} batches: mean, standard error; advantages as they are, and whitened\n")
     for name, pairs in cosines.items():
         plain, whitened = (

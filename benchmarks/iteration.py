@@ -1,7 +1,7 @@
 """How much of an iteration's time its engines need, and where the rest goes.
 
-    python -m benchmarks.iteration                       every policy-gradient script, one process
-    torchrun --nproc-per-node 2 -m benchmarks.iteration
+    python -m benchmarks.iteration --script vineppo
+    torchrun --nproc-per-node 2 -m benchmarks.iteration --script ppo
 
     efficiency = (vLLM alone + passes on packed batches) / wall time of the iteration
 
@@ -20,6 +20,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from typing import Literal
 
 import torch
 import tyro
@@ -62,24 +63,19 @@ class Recorder:
 
         def recorded(compute):
             @functools.wraps(compute)
-            def compute_and_record(model, input_ids, prompt_lens, mask, *temperature):
+            def compute_and_record(model, input_ids, prompt_lens, mask, *rest, **named):
                 sizes = len(mask), int(prompt_lens.sum() + mask.sum()), int(mask.sum())
                 grad = torch.is_grad_enabled()
-                self.passes.append((model, compute, *sizes, grad, *temperature))
-                return compute(model, input_ids, prompt_lens, mask, *temperature)
+                self.passes.append((model, compute, *sizes, grad, *rest, *named.values()))
+                return compute(model, input_ids, prompt_lens, mask, *rest, **named)
 
             return compute_and_record
 
         sampling.Sampler.generate, run.Run.log = generate_twice, end_iteration
         run.Run.phase, run.step = set_phase, record_step
+        run.Run.close = lambda logger: None  # the replay needs the process group
         for name in {"compute_logprobs", "compute_values"} & vars(module).keys():
             setattr(module, name, recorded(getattr(module, name)))
-
-        def restore():
-            sampling.Sampler.generate, run.Run.log = generate, log
-            run.Run.phase, run.step = phase, step
-
-        self.restore = restore
 
 
 def replay(passes: list[tuple]) -> float:
@@ -103,41 +99,38 @@ def replay(passes: list[tuple]) -> float:
     return time.perf_counter() - start
 
 
-def measure(script: str, model: str, num_iterations: int) -> list[dict[str, float]]:
-    """A dict for each iteration: seconds of its phases and parts, and the efficiency."""
-    module = importlib.import_module(script)
-    recorder = Recorder(module)
-    # the same folder on all ranks
-    name = f"iteration-{script}-{os.environ['MASTER_PORT']}"
-    args = dict(model=model, output_dir=os.path.join(tempfile.gettempdir(), name))
-    total = num_iterations + WARM_UP
-    module.main(module.Args(**args, num_iterations=total, eval_every=0, save_every=10_000))
-    shutil.rmtree(args["output_dir"], ignore_errors=True)
-    recorder.restore()
-    found = []
-    for phases, alone, passes in recorder.iterations[WARM_UP:]:
-        packed = replay(passes)
-        phases = {name: seconds - alone.get(name, 0) for name, seconds in phases.items()}
-        wall = sum(phases.values())
-        engines = sum(alone.values()) + packed
-        found.append({**phases, "wall": wall, "vLLM alone": sum(alone.values()), "packed": packed})
-        found[-1]["efficiency"] = engines / wall
-    return found
-
-
 def main(
-    scripts: tuple[str, ...] = ("vineppo", "ppo", "grpo", "rloo"),
+    script: Literal["vineppo", "ppo", "grpo", "rloo"] = "vineppo",
     model: str = "runs/sft/hf",
     num_iterations: int = 8,
 ) -> None:
     rank, _ = run.set_up_processes()
-    for script in scripts:
-        found = measure(script, model, num_iterations)
-        if rank == 0:
-            names = {name: None for one in found for name in one}
-            medians = {n: statistics.median(one.get(n, 0.0) for one in found) for n in names}
-            print(f"{script}: efficiency {medians.pop('efficiency'):.3f}, ", end="")
-            print(", ".join(f"{name} {seconds:.2f}" for name, seconds in medians.items()))
+    module = importlib.import_module(script)
+    recorder = Recorder(module)
+    # the same folder on all ranks
+    folder = os.path.join(tempfile.gettempdir(), f"iteration-{os.environ['MASTER_PORT']}")
+    args = module.Args(
+        model=model,
+        output_dir=folder,
+        num_iterations=num_iterations + WARM_UP,
+        eval_every=0,
+        save_every=num_iterations + WARM_UP,
+    )
+    module.main(args)
+    found = []
+    for phases, alone, passes in recorder.iterations[WARM_UP:]:
+        packed = replay(passes)
+        phases = {name: seconds - alone.get(name, 0) for name, seconds in phases.items()}
+        wall, engines = sum(phases.values()), sum(alone.values()) + packed
+        found.append({**phases, "wall": wall, "vLLM alone": sum(alone.values()), "packed": packed})
+        found[-1]["efficiency"] = engines / wall
+    if rank == 0:
+        shutil.rmtree(folder)
+        medians = {name: statistics.median(one[name] for one in found) for name in found[0]}
+        efficiencies = sorted(one["efficiency"] for one in found)
+        print(f"{script}: efficiency {medians.pop('efficiency'):.3f} ", end="")
+        print(f"({efficiencies[0]:.3f} to {efficiencies[-1]:.3f}); seconds ", end="")
+        print(", ".join(f"{name} {seconds:.3f}" for name, seconds in medians.items()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,280 @@
+"""Where to spend rollouts: rules that turn draws into values, against exact values and the exact
+gradient of the embedded task. No training, some minutes; docs/credit.md has the verdicts.
+
+    python -m analysis.allocation --model runs/sft/hf
+    python -m analysis.allocation --model runs/bare/hf     without filler words (docs/credit.md)
+
+A rule gets the responses of an iteration, with all draws from each of their states, and answers
+with a value for each state and with the draws it has used. What a rule may see of the draws decides
+whether its values are fair: tests/test_allocation.py goes through all outcomes.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import tyro
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+import vineppo
+from analysis.gradient import Draw, cosine, index_steps, known_values, make_study, pad
+
+
+class Response(NamedTuple):
+    group: int  # which prompt
+    ids: list[int]
+    ends: list[int]  # of its steps
+    reward: float
+    draws: list[list[Draw]]  # from each state in which a step starts
+
+
+Values = list[list[float]]  # for each response, for each of its states
+Rule = Callable[[list[Response]], tuple[Values, int]]  # -> values, tokens of the draws used
+
+
+def mean(draws: list[Draw]) -> float:
+    return sum(draw.reward for draw in draws) / len(draws)
+
+
+def cost(draws: list[Draw]) -> int:
+    return sum(len(draw.ids) for draw in draws)
+
+
+def own(k: int) -> Rule:
+    """K draws from every state of every response: the plain scheme."""
+
+    def rule(batch):
+        used = [[of_state[:k] for of_state in response.draws] for response in batch]
+        values = [[mean(draws) for draws in of_row] for of_row in used]
+        return values, sum(cost(draws) for of_row in used for draws in of_row)
+
+    return rule
+
+
+def shared(k: int, pooled: bool = False) -> Rule:
+    """Equal prefixes of a prompt are one state: K draws for all that share it, or, pooled, K for
+    each of them and the mean of all (candidate 1)."""
+
+    def rule(batch):
+        used: dict[tuple, list[Draw]] = {}
+        keys = []
+        for response in batch:
+            starts = [0, *response.ends[:-1]]
+            keys.append([(response.group, *response.ids[:start]) for start in starts])
+            for key, draws in zip(keys[-1], response.draws, strict=True):
+                if pooled or key not in used:
+                    used[key] = used.get(key, []) + draws[:k]
+        values = [[mean(used[key]) for key in of_row] for of_row in keys]
+        return values, sum(map(cost, used.values()))
+
+    return rule
+
+
+def with_group(rule: Rule, k: int) -> Rule:
+    """The other responses of its group are draws from a prompt, for nothing (candidate 2)."""
+
+    def with_responses(batch):
+        values, tokens = rule(batch)
+        for response, of_row in zip(batch, values, strict=True):
+            others = [r.reward for r in batch if r.group == response.group and r is not response]
+            of_row[0] = (k * of_row[0] + sum(others)) / (k + len(others))
+        return values, tokens
+
+    return with_responses
+
+
+def along(k: int) -> Rule:
+    """A draw that takes the response's own step, token for token, is a draw from the next state
+    too, and so on along the response (candidate 2)."""
+
+    def rule(batch):
+        values, tokens = [], 0
+        for response in batch:
+            carried: list[Draw] = []
+            of_row = []
+            starts = itertools.pairwise([0, *response.ends])
+            for (start, end), draws in zip(starts, response.draws, strict=True):
+                usable = draws[:k] + carried
+                of_row.append(mean(usable))
+                tokens += cost(draws[:k])
+                step = response.ids[start:end]
+                same = [draw for draw in usable if draw.ids[: len(step)] == step]
+                carried = [Draw(draw.reward, draw.ids[len(step) :]) for draw in same]
+            values.append(of_row)
+        return values, tokens
+
+    return rule
+
+
+def bisection(k: int, few: int) -> Rule:
+    """K draws at both ends of a response; where they agree at 0 or at 1, `few` for each state
+    between them, else K for the middle one, and so on for both halves (candidate 3). A state's own
+    draws never decide how many it has, so each value is fair."""
+
+    def rule(batch):
+        values, tokens = [], 0
+        for response in batch:
+            last = len(response.draws) - 1
+            counts = {0: k, last: k}
+
+            def value(i, response=response, counts=counts):
+                return mean(response.draws[i][: counts[i]])
+
+            def split(a, b, counts=counts, value=value):
+                if b - a < 2:
+                    return
+                if value(a) == value(b) and value(a) in (0, 1):
+                    counts.update(dict.fromkeys(range(a + 1, b), few))
+                    return
+                middle = (a + b) // 2
+                counts[middle] = k
+                split(a, middle)
+                split(middle, b)
+
+            split(0, last)
+            values.append([value(i) for i in range(last + 1)])
+            tokens += sum(cost(response.draws[i][:n]) for i, n in counts.items())
+        return values, tokens
+
+    return rule
+
+
+def sequential(first: int, k: int, fair: bool = False) -> Rule:
+    """`first` draws; K where they do not agree (candidate 4). The mean of the draws is biased, for
+    they decide when to stop. `fair`: the mean of the first draw given what is known at the stop
+    (Girshick, Mosteller and Savage 1946), the best that has no bias. Where the first agree it is
+    their mean again, and else it must make up for those."""
+
+    def fair_value(right: int) -> float:
+        def paths(ones: int, of: int) -> int:  # in the first draws, not all equal
+            return sum(
+                math.comb(of, a) * math.comb(k - first, right - ones - a)
+                for a in range(of + 1)
+                if 0 < a + ones < first and right - ones - a >= 0
+            )
+
+        return paths(1, first - 1) / paths(0, first)
+
+    def rule(batch):
+        values, tokens = [], 0
+        for response in batch:
+            of_row = []
+            for draws in response.draws:
+                agree = mean(draws[:first]) in (0, 1)
+                used = draws[:first] if agree else draws[:k]
+                right = round(sum(draw.reward for draw in used))
+                of_row.append(fair_value(right) if fair and not agree else mean(used))
+                tokens += cost(used)
+            values.append(of_row)
+        return values, tokens
+
+    return rule
+
+
+RULES: dict[str, tuple[Rule, float]] = {  # name -> (rule, smoothing)
+    **{f"K {k} for every state": (own(k), 0.0) for k in (9, 5, 3, 2, 1)},
+    **{f"K {k}, equal prefixes once": (shared(k), 0.0) for k in (9, 3, 1)},
+    **{f"1 K {k}, sharers pool theirs": (shared(k, pooled=True), 0.0) for k in (9, 3, 1)},
+    **{f"2 K {k}, reuse of the group": (with_group(shared(k), k), 0.0) for k in (9, 3, 1)},
+    **{f"2 K {k}, reuse along the chain": (along(k), 0.0) for k in (9, 3, 1)},
+    "3 bisection, 9 or 3": (bisection(9, 3), 0.0),
+    "3 bisection, 9 or 1": (bisection(9, 1), 0.0),
+    "3 bisection, 5 or 1": (bisection(5, 1), 0.0),
+    "4 three, then nine": (sequential(3, 9), 0.0),
+    "4 the same, fair": (sequential(3, 9, fair=True), 0.0),
+    **{f"5 K {k}, smoothing .5": (own(k), 0.5) for k in (9, 5, 3, 2, 1)},
+    **{f"2 + 5 K {k}, group, smoothing .5": (with_group(shared(k), k), 0.5) for k in (5, 3, 2, 1)},
+}
+
+
+def bias(errors: list[tuple[float, float]]) -> tuple[float, float]:
+    """(exact value, error) of states -> the mean error of that fifth of the range of values where
+    it is largest, as a multiple of its standard error, and the mean itself."""
+    worst = (0.0, 0.0)
+    for fifth in range(5):
+        of = [error for exact, error in errors if fifth == min(4, int(exact * 5))]
+        if len(of) > 30:
+            average = statistics.mean(of)
+            z = average / (statistics.stdev(of) / math.sqrt(len(of)) or math.inf)
+            worst = max(worst, (abs(z), average))
+    return worst
+
+
+def main(
+    model: str = "runs/sft/hf",
+    batches: int = 24,
+    num_prompts: int = 8,
+    group_size: int = 8,
+    exact_episodes: int = 4096,
+    temperature: float = 0.6,
+    seed: int = 1,
+) -> None:
+    sizes = batches, num_prompts, group_size, exact_episodes, 9
+    study = make_study(model, *sizes, temperature, seed)
+    size = num_prompts * group_size
+    cosines: dict[str, list[float]] = {name: [] for name in ["exact values", *RULES]}
+    tokens = dict.fromkeys(RULES, 0)
+    errors: dict[str, list[tuple[float, float]]] = {name: [] for name in RULES}
+    for first in tqdm(range(0, len(study.episodes), size), desc="rules"):
+        episodes = study.episodes[first : first + size]
+        draws = study.draws[first : first + size]
+        batch = [
+            Response(row // group_size, e.ids, e.ends, e.reward, of)
+            for row, (e, of) in enumerate(zip(episodes, draws, strict=True))
+        ]
+        inputs = pad(episodes, study.policy.device)
+        mask = inputs[-1].cpu()
+        step_index = index_steps(episodes, mask)
+        rewards = torch.tensor([e.reward for e in episodes])
+        known = [known_values(study, e) for e in episodes]
+        logprobs = vineppo.compute_logprobs(study.policy, *inputs, temperature)
+
+        def measure(name, values, smoothing, inputs=(rewards, step_index, mask, logprobs)):
+            rewards, step_index, mask, logprobs = inputs
+            padded = pad_sequence([torch.tensor(v) for v in values], batch_first=True)
+            advantages = vineppo.compute_advantages(rewards, padded, step_index, mask, smoothing)
+            cosines[name].append(cosine(study, logprobs, advantages, mask))
+
+        measure("exact values", known, 0.0)
+        for name, (rule, smoothing) in RULES.items():
+            values, used = rule(batch)
+            tokens[name] += used
+            measure(name, values, smoothing)
+            for e, of_row, exact in zip(episodes, values, known, strict=True):
+                if e.digits:
+                    errors[name] += [(v, x - v) for x, v in zip(of_row, exact, strict=True)]
+
+    plain = next(iter(RULES))
+    print(
+        f"\n{batches} iterations of {size} episodes. Bias: where the values' mean error is largest"
+    )
+    print("(of five ranges of the exact value), and how many standard errors that is.\n")
+    print("| rule | tokens | of the first | bias | rms error of values | cosine | less the first |")
+    print("|---|---|---|---|---|---|---|")
+    for name, found in cosines.items():
+        less = [a - b for a, b in zip(found, cosines[plain], strict=True)]
+        shown = [f"{statistics.mean(x):.3f} ± {error(x):.3f}" for x in (found, less)]
+        if name in RULES:
+            z, average = bias(errors[name])
+            rms = math.sqrt(statistics.mean(x * x for _, x in errors[name]))
+            shown = [f"{average:+.3f} ({z:.1f})", f"{rms:.3f}", *shown]
+            shown = [
+                f"{tokens[name] / batches:,.0f}",
+                f"{tokens[name] / tokens[plain]:.2f}",
+                *shown,
+            ]
+        else:
+            shown = ["", "", "", "", *shown]
+        print(f"| {name} | {' | '.join(shown)} |")
+
+
+def error(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,139 @@
+"""Rules of analysis/allocation.py and --smoothing, against all outcomes of small cases."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import vineppo
+from analysis import allocation
+from analysis.allocation import Draw, Response
+
+P = (0.3, 0.8, 0.55)  # the values of three states
+
+
+def expected_values(rule: allocation.Rule, draws: int) -> list[float]:
+    """E[value of each state], over all outcomes of `draws` draws from each of three states."""
+    expected = [0.0] * 3
+    for outcome in itertools.product((0.0, 1.0), repeat=3 * draws):
+        of_state = [outcome[i * draws : (i + 1) * draws] for i in range(3)]
+        chance = math.prod(p if x else 1 - p for p, xs in zip(P, of_state, strict=True) for x in xs)
+        draws_of = [[Draw(x, []) for x in xs] for xs in of_state]
+        (values,), _ = rule([Response(0, [1, 2, 3], [1, 2, 3], 1.0, draws_of)])
+        expected = [e + chance * v for e, v in zip(expected, values, strict=True)]
+    return expected
+
+
+FAIR = {
+    "own": allocation.own(2),
+    "shared": allocation.shared(3),
+    "bisection": allocation.bisection(3, 1),
+    "sequential, fair": allocation.sequential(2, 4, fair=True),
+    "sequential, fair, of three": allocation.sequential(3, 4, fair=True),
+}
+
+
+@pytest.mark.parametrize("name", FAIR)
+def test_fair_rules_have_no_bias(name):
+    assert expected_values(FAIR[name], 4) == pytest.approx(P)
+
+
+def test_draws_that_decide_and_estimate_are_biased():
+    found = expected_values(allocation.sequential(2, 4), 4)
+    assert max(abs(v - p) for v, p in zip(found, P, strict=True)) > 0.01
+
+
+def test_a_fair_stop_is_hardly_better_than_its_first_draws():
+    """Why candidate 4 loses: without bias, three draws and then up to nine are as noisy as four at
+    most, whatever the state's value."""
+    rule = allocation.sequential(3, 9, fair=True)
+    for p in (0.05, 0.2, 0.5, 0.9):
+        second = 0.0
+        for outcome in itertools.product((0.0, 1.0), repeat=9):
+            ((value,),), _ = rule([Response(0, [1], [1], 1.0, [[Draw(x, []) for x in outcome]])])
+            second += math.prod(p if x else 1 - p for x in outcome) * value**2
+        variance = second - p**2
+        assert p * (1 - p) / 4 < variance <= p * (1 - p) / 3 + 1e-9
+
+
+def test_tokens_and_reuse():
+    """Two responses of a prompt with the first step in common, and what each rule pays for them."""
+    one, other = [1, 2, 3], [1, 2, 4]
+    follows = Draw(1.0, [1, 2, 5])  # takes the first step of both
+    draws = [[follows, Draw(0.0, [7])], [Draw(0.0, [5, 5]), Draw(0.0, [5])]]
+    again = [[Draw(1.0, [8]), Draw(1.0, [9, 9])], [Draw(1.0, [5, 5, 5]), Draw(1.0, [5])]]
+    batch = [Response(0, one, [2, 3], 1.0, draws), Response(0, other, [2, 3], 0.0, again)]
+    assert allocation.own(2)(batch) == ([[0.5, 0.0], [1.0, 1.0]], 4 + 3 + 3 + 4)
+    assert allocation.shared(2)(batch) == ([[0.5, 0.0], [0.5, 0.0]], 7)
+    assert allocation.shared(2, pooled=True)(batch) == ([[0.75, 0.5], [0.75, 0.5]], 14)
+    assert allocation.along(2)(batch) == ([[0.5, pytest.approx(1 / 3)], [1.0, 1.0]], 14)
+    grouped = allocation.with_group(allocation.own(2), 2)(batch)
+    assert grouped == ([[pytest.approx(1 / 3), 0.0], [1.0, 1.0]], 14)
+    another = [batch[0], batch[1]._replace(group=1)]
+    assert allocation.shared(2)(another)[1] == 14
+
+
+def test_bisection_spends_little_where_the_ends_agree():
+    def response(rewards):
+        return Response(0, [1] * 5, [1, 2, 3, 4, 5], 1.0, [[Draw(x, [1])] * 4 for x in rewards])
+
+    rule = allocation.bisection(4, 1)
+    assert rule([response([0.0] * 5)])[1] == 4 + 1 + 1 + 1 + 4
+    assert rule([response([0.0, 0.0, 0.0, 1.0, 1.0])])[1] == 4 + 1 + 4 + 4 + 4
+    assert rule([response([0.5] * 5)])[1] == 5 * 4
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.5, 1.0])
+def test_smoothing_by_hand(smoothing):
+    """Steps change the value by .25, -.5, .75; neighbours get smoothing^distance of it."""
+    advantages = vineppo.compute_advantages(
+        torch.tensor([1.0, 0.0]),
+        torch.tensor([[0.5, 0.75, 0.25], [0.5, 0.0, 0.0]]),
+        torch.tensor([[0, 0, 1, 2, 2], [0, 0, 0, 0, 0]]),
+        torch.tensor([[1.0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+        smoothing,
+    )
+    a, b, c = 0.25, -0.5, 0.75
+    first, second = a + b * smoothing + c * smoothing**2, b + (a + c) * smoothing
+    third = c + b * smoothing + a * smoothing**2
+    expected = [[first, first, second, third, third], [-0.5, -0.5, -0.5, 0, 0]]
+    torch.testing.assert_close(advantages, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3, 0.5, 1.0])
+def test_smoothing_leaves_the_gradient_unbiased(smoothing):
+    """A policy of three binary steps, rewards by a table: the expected gradient over all eight
+    responses, with values that are off by the fair noise of one draw, is that of the mean reward,
+    for every smoothing. (Noise enters linearly, so its mean may stand for it: exact values do.)"""
+    torch.manual_seed(0)
+    logits = torch.randn(7, dtype=torch.float64, requires_grad=True)  # a state: a prefix of bits
+    reward_of = torch.rand(8, dtype=torch.float64)
+    chance = logits.sigmoid()
+
+    def node(bits):
+        return 2 ** len(bits) - 1 + int("".join(map(str, bits)) or "0", 2)
+
+    def probability(bits, after=()):
+        odds = [chance[node(bits[:i])] for i in range(len(after), len(bits))]
+        return math.prod(
+            p if bit else 1 - p for p, bit in zip(odds, bits[len(after) :], strict=True)
+        )
+
+    everything = list(itertools.product((0, 1), repeat=3))
+
+    def value(after):
+        ends = [bits for bits in everything if bits[: len(after)] == after]
+        return sum(probability(bits, after) * reward_of[node(bits) - 7] for bits in ends)
+
+    (wanted,) = torch.autograd.grad(value(()), logits, retain_graph=True)
+    found = torch.zeros(7, dtype=torch.float64)
+    for bits in everything:
+        values = torch.stack([value(bits[:i]) for i in range(3)])[None].detach()
+        reward = reward_of[node(bits) - 7][None]
+        steps, mask = torch.arange(3)[None], torch.ones(1, 3, dtype=torch.float64)
+        advantages = vineppo.compute_advantages(reward, values, steps, mask, smoothing)[0]
+        logprob = sum(advantages[i] * probability(bits[: i + 1], bits[:i]).log() for i in range(3))
+        (gradient,) = torch.autograd.grad(logprob, logits, retain_graph=True)
+        found += probability(bits).detach() * gradient
+    torch.testing.assert_close(found, wanted)
