@@ -3,10 +3,11 @@
 # make compare   every method, a grid of learning rates, three seeds; hours
 # make compare-quick   one seed at the scripts' own learning rates; quarter of an hour
 # make figures   value accuracy, K, temperature, from the runs of either; an hour
+# make bench     where an iteration's time goes, and against TRL; half an hour
 # make install   the set-up alone: .venv with what this machine needs
 PYTHON ?= python3
 
-.PHONY: demo test soak install compare compare-quick figures
+.PHONY: demo test soak install compare compare-quick figures bench
 demo: .venv/installed
 	.venv/bin/python -m analysis.demo
 
@@ -27,6 +28,14 @@ compare-quick: .venv/installed
 
 figures: .venv/installed
 	.venv/bin/python -m analysis.figures
+
+bench: .venv/installed
+	.venv/bin/python -m benchmarks.iteration --script vineppo
+	.venv/bin/python -m benchmarks.iteration --script ppo
+	.venv/bin/python -m benchmarks.iteration --script grpo
+	.venv/bin/python -m benchmarks.iteration --script rloo
+	.venv/bin/python -m benchmarks.rollouts
+	.venv/bin/python -m benchmarks.against_trl
 
 install: .venv/installed
 

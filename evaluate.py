@@ -90,7 +90,7 @@ def main(args: Args) -> None:
         dtype,
         args.max_model_len,
         args.gpu_memory_utilization,
-        args.trust_remote_code,
+        trust_remote_code=args.trust_remote_code,
     )
 
     scores = sampling.evaluate(

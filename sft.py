@@ -51,6 +51,8 @@ class Args:
     """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
     zero_stage: Literal[0, 2] = 0
     """DeepSpeed ZeRO: 2 shards gradients and optimizer state over the ranks, 0 does not"""
+    gradient_checkpointing: bool = False
+    """the backward pass computes activations again: less memory, more time"""
     max_model_len: int = 128
     """tokens of prompt + response; longer problems are dropped and counted"""
 
@@ -172,6 +174,8 @@ def main(args: Args) -> None:
         model=model, model_parameters=model.parameters(), config=ds_config
     )
     policy.eval()  # no dropout
+    if args.gradient_checkpointing:
+        run.checkpoint_activations(policy.module)
     engines = {"policy": policy}
     num_steps = max(1, round(args.num_epochs * len(sequences) / args.batch_size))
     start = logger.open(engines, num_steps)

@@ -59,6 +59,10 @@ class Args:
     """DeepSpeed ZeRO: 2 shards gradients and optimizer state over the ranks, 0 does not"""
     max_model_len: int = 128
     """tokens of prompt + response; prompts that leave no room are dropped and counted"""
+    gradient_checkpointing: bool = False
+    """the backward pass computes activations again: less memory, more time"""
+    tensor_parallel_size: int = 1
+    """ranks that hold one vLLM engine together, for models too large for one GPU's share"""
     gpu_memory_utilization: float = 0.5
     """share of a GPU's memory for vLLM while it samples (it sleeps during the update)"""
 
@@ -270,9 +274,8 @@ def main(args: Args) -> None:
     eval_problems, eval_prompts = data.encode_prompts(
         eval_problems[: args.eval_problems], tokenizer, max_prompt_len
     )
-    sampler = sampling.Sampler(
-        args.model, dtype, args.max_model_len, args.gpu_memory_utilization, trusted
-    )
+    shares = args.gpu_memory_utilization, args.tensor_parallel_size
+    sampler = sampling.Sampler(args.model, dtype, args.max_model_len, *shares, trusted)
     model = run.load_model(args.model, dtype, trusted)
     ref_model = run.load_model(args.model, dtype, trusted).to(device)
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
@@ -287,6 +290,8 @@ def main(args: Args) -> None:
         model=model, model_parameters=model.parameters(), config=ds_config
     )
     policy.eval()  # no dropout, not even in the update: the old log-probs have none
+    if args.gradient_checkpointing:
+        run.checkpoint_activations(policy.module)
     engines = {"policy": policy}
 
     # ==== 5.1 start, or go on from the newest checkpoint ==========================================

@@ -11,6 +11,7 @@ is read from its source (0.19.8). `python -m benchmarks.plan_check` compares wit
 
 import functools
 import importlib
+import itertools
 import math
 import os
 import shlex
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from common import require
-from common.run import check_batch
+from common.run import CHUNK, check_batch, checkpoint_activations
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 METHODS = ("vineppo", "ppo", "grpo", "rloo")
@@ -83,6 +84,8 @@ class Setting(NamedTuple):
     sampler_share: float  # --gpu-memory-utilization
     critic: bool
     device: str = "cuda"  # a CPU's AdamW goes through the tensors one by one
+    gradient_checkpointing: bool = False
+    tensor_parallel_size: int = 1
 
 
 # ---- what is asked for ---------------------------------------------------------------------------
@@ -119,7 +122,15 @@ def read_run(args: Args) -> tuple[Setting, object]:
     lengths = script.micro_batch_tokens, script.max_model_len, script.max_response_len
     share = script.gpu_memory_utilization
     setting = Setting(
-        model, dtype, script.zero_stage, ranks or 1, *lengths, share, critic=method == "ppo"
+        model,
+        dtype,
+        script.zero_stage,
+        ranks or 1,
+        *lengths,
+        share,
+        critic=method == "ppo",
+        gradient_checkpointing=script.gradient_checkpointing,
+        tensor_parallel_size=script.tensor_parallel_size,
     )
     return setting, script
 
@@ -205,6 +216,8 @@ def trace(s: Setting, critic: bool) -> dict[str, int]:
     live = Live()
     with FakeTensorMode(), mock.patch.object(torch.Tensor, "nonzero", nonzero):
         model = make_model(s.model, s.dtype, critic)
+        if s.gradient_checkpointing:
+            checkpoint_activations(model)
         dtype = model.dtype
         inputs = torch.zeros(rows, length, dtype=torch.long), torch.full((rows,), length - num_new)
         mask = torch.ones(rows, num_new)
@@ -278,10 +291,10 @@ def plan_memory(s: Setting, gpu_memory: float) -> dict[str, dict[str, float]]:
     for name, parts in zip(("policy", "critic"), engines, strict=False):
         for part in ("weights", "float32 weights", "Adam state"):
             always[f"{name} {part}"] = parts[part]
-    # run.weight_distance: float32 copies of the largest tensor of both models, and their difference
-    distance = (12 if size == 2 else 8) * max(count(s.model))
+    # run.weight_distance: float32 copies of a chunk of both models, and their difference
+    distance = (12 if size == 2 else 8) * min(CHUNK, max(count(s.model)))
     worst = max(zip(engines, passes, strict=True), key=lambda x: x[0]["gradients"] + x[1]["peak"])
-    weights = size * sum(count(s.model))
+    weights = size * sum(count(s.model)) / s.tensor_parallel_size
     sampler = {
         "vLLM weights": weights,
         "vLLM cache and rest": s.sampler_share * gpu_memory * GIB - weights,
@@ -312,7 +325,8 @@ def cache_tokens(s: Setting, args: Args) -> int:
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     room = (s.sampler_share * args.gpu_memory - args.sampler_overhead) * GIB
     of_a_token = 2 * SIZE[s.dtype] * c.num_hidden_layers * heads * width
-    return int((room - SIZE[s.dtype] * sum(count(s.model))) / of_a_token)
+    # of all ranks that hold the engine together
+    return int((s.tensor_parallel_size * room - SIZE[s.dtype] * sum(count(s.model))) / of_a_token)
 
 
 def needed(s: Setting, args: Args) -> float:
@@ -336,17 +350,21 @@ def advise(s: Setting, args: Args) -> list[str]:
     found = [
         first(s._replace(micro_batch_tokens=x) for x in tokens),
         first([s._replace(zero_stage=2)]),
+        first([s._replace(gradient_checkpointing=True)]),
         first(s._replace(sampler_share=x) for x in sizes),
         first(s._replace(ranks=x) for x in ranks),
     ]
-    if not any(found[:3]):
+    if not any(found[:4]):
         least = s._replace(micro_batch_tokens=min([s.micro_batch_tokens, *tokens]), zero_stage=2)
-        found.append(first(least._replace(ranks=r, sampler_share=x) for r in ranks for x in sizes))
+        again = [least, least._replace(gradient_checkpointing=True)]
+        choices = itertools.product(ranks, again, sizes)
+        found.append(first(one._replace(ranks=r, sampler_share=x) for r, one, x in choices))
     flags = {"sampler_share": "gpu-memory-utilization", "ranks": "nproc-per-node"}
     lines = []
     for t in filter(None, found):
         changed = [name for name in s._fields if getattr(s, name) != getattr(t, name)]
         words = [f"--{flags.get(n, n.replace('_', '-'))} {getattr(t, n)}" for n in changed]
+        words = [word.removesuffix(" True") for word in words]
         lines.append(f"  fits with {' '.join(words)}: {needed(t, args):.1f} GiB")
     return lines
 

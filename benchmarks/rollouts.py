@@ -2,8 +2,8 @@
 
     python -m benchmarks.rollouts                    the embedded model; a minute or two
 
-One engine, the states of one iteration's responses. Schemes take turns, so that a busy machine slows
-all of them; medians over the turns.
+One engine, the states of one iteration's responses. Schemes take turns, so that a busy machine
+slows all of them; medians over the turns.
 """
 
 import random

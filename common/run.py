@@ -5,6 +5,7 @@ import dataclasses
 import glob
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -244,12 +245,21 @@ def discard_gradients(engine) -> None:
         engine.optimizer.clear_hp_grads()
 
 
+CHUNK = 2**24  # elements of a tensor that are float32 at a time, while vLLM needs the memory
+
+
 @torch.no_grad()
 def weight_distance(model: torch.nn.Module, start: torch.nn.Module) -> float:
     """L2 distance of the weights from those of `start`, relative to the norm of the latter."""
-    pairs = list(zip(model.parameters(), start.parameters(), strict=True))
-    distance = sum((new.float() - old.float()).square().sum() for new, old in pairs)
-    return (distance / sum(old.float().square().sum() for _, old in pairs)).sqrt().item()
+    models = (
+        itertools.chain(*(p.flatten().split(CHUNK) for p in one.parameters()))
+        for one in (model, start)
+    )
+    distance = norm = 0.0
+    for new, old in zip(*models, strict=True):
+        distance += (new.float() - old.float()).square().sum()
+        norm += old.float().square().sum()
+    return (distance / norm).sqrt().item()
 
 
 def check_model(model: str, max_model_len: int, trust_remote_code: bool = False) -> None:
@@ -326,6 +336,17 @@ def load_model(model: str, dtype: str, trust_remote_code: bool = False) -> torch
     if num_tokens < len(head.weight):
         head.register_forward_hook(lambda _, inputs, logits: logits[..., :num_tokens])
     return loaded
+
+
+def checkpoint_activations(model: torch.nn.Module) -> None:
+    """Layers keep their inputs alone and run again in the backward pass. transformers does so only
+    where a layer trains; this is told to the layers, not to what is in them: no dropout."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
 
 
 # ---- the run folder ------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from common import require
 from common.grading import grade_all
 from common.run import count_tokens, gather, seed_of, share
 
@@ -34,9 +35,15 @@ class Sampler:
         dtype: str,
         max_model_len: int,
         gpu_memory_utilization: float,
+        tensor_parallel_size: int = 1,
         trust_remote_code: bool = False,
     ):
         """`model`: a checkpoint folder; it must be loaded on every rank at the same time."""
+        require(
+            dist.get_world_size() % tensor_parallel_size == 0,
+            f"--tensor-parallel-size {tensor_parallel_size}: does not divide the number of ranks, "
+            f"{dist.get_world_size()}",
+        )
         from vllm import LLM  # it takes seconds, for which a mistyped flag should not wait
 
         self.on_gpu = torch.cuda.is_available()
@@ -50,11 +57,13 @@ class Sampler:
             enforce_eager=not self.on_gpu,
             enable_sleep_mode=self.on_gpu,
             gpu_memory_utilization=gpu_memory_utilization,
+            tensor_parallel_size=tensor_parallel_size,
             use_tqdm_on_load=False,
             seed=0,
             trust_remote_code=trust_remote_code,
             load_format="auto" if trust_remote_code else "safetensors",
         )
+        self.tensor_parallel_size = tensor_parallel_size
         self.tokenizer = self.llm.get_tokenizer()
         self.llm.apply_model(
             functools.partial(hide_padding, num_tokens=count_tokens(self.tokenizer))
@@ -73,8 +82,23 @@ class Sampler:
         progress: bool = False,
     ) -> list[list[Sample]]:
         """`n` samples for each prompt, at most `max_tokens[i]` tokens each; `seed` decides all of
-        them."""
+        them. The ranks of a tensor-parallel engine, each with prompts of its own, must call it
+        together; the seed of the first of them counts."""
         from vllm import SamplingParams, TokensPrompt
+
+        mine = slice(len(prompt_ids))
+        if self.tensor_parallel_size > 1:  # every rank makes every request, and keeps its own
+            from vllm.distributed import get_tp_group
+
+            group = get_tp_group()
+            asked = [None] * group.world_size
+            one = prompt_ids, max_tokens, seed
+            dist.all_gather_object(asked, one, group=group.cpu_group)
+            first = sum(len(ids) for ids, _, _ in asked[: group.rank_in_group])
+            mine = slice(first, first + len(prompt_ids))
+            prompt_ids = [ids for of_rank, _, _ in asked for ids in of_rank]
+            max_tokens = [limit for _, of_rank, _ in asked for limit in of_rank]
+            seed = asked[0][2]
 
         # No seed on the requests: vLLM gives n samples of one the seeds s, s + 1, ..., so
         # neighbouring requests would share their noise, and on a CPU seeded requests crash the
@@ -96,7 +120,7 @@ class Sampler:
         ]
         prompts = [TokensPrompt(prompt_token_ids=ids) for ids in prompt_ids]
         requests = self.llm.generate(prompts, params, use_tqdm=progress) if prompts else []
-        return [[self.read(output, stop) for output in request.outputs] for request in requests]
+        return [[self.read(one, stop) for one in request.outputs] for request in requests[mine]]
 
     def read(self, output, stop: str) -> Sample:
         ids = list(output.token_ids)

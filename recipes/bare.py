@@ -1,0 +1,41 @@
+"""The embedded task without its filler words: demonstrations and an untrained model for sft.py.
+
+    python -m recipes.bare runs/bare
+    python sft.py --model runs/bare/untrained --task jsonl --data-dir runs/bare/data \\
+        --output-dir runs/bare/sft
+
+Without fillers the responses of a prompt share most of their prefixes (docs/credit.md). The
+checkpoint then trains on --task chain: same prompts, same answers.
+"""
+
+import json
+import os
+import re
+from typing import Annotated
+
+import torch
+import tyro
+
+from common import data, require
+
+
+def main(folder: Annotated[str, tyro.conf.Positional]) -> None:
+    require(not os.path.exists(folder), f"{folder} exists already")
+    from transformers import AutoModelForCausalLM
+
+    os.makedirs(f"{folder}/data")
+    for split in ("sft", "validation"):
+        with open(f"{folder}/data/{split}.jsonl", "w") as file:
+            for problem in data.load_problems("chain", split):
+                line = problem._asdict()
+                line["solution"] = re.sub("[a-z]+ | [a-z]+", "", problem.solution)
+                file.write(json.dumps(line) + "\n")
+    tokenizer = data.make_chain_tokenizer()
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(data.make_chain_model_config(tokenizer))
+    for part in (model, tokenizer):
+        part.save_pretrained(f"{folder}/untrained")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
