@@ -27,6 +27,7 @@ def main(
     zero_stage: Literal[0, 2] = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
     padding: int = 0,
+    tensor_parallel_size: int = 1,
     model: str = "",
 ) -> None:
     """`padding`: rows of the embeddings beyond the tokenizer's tokens. `model`: a real checkpoint
@@ -45,12 +46,15 @@ def main(
             config = data.make_chain_model_config(tokenizer)
             config.tie_word_embeddings = tied
             config.vocab_size += padding
+            if tensor_parallel_size > 1:  # three heads cannot be shared by two
+                config.hidden_size, config.num_attention_heads = 128, 4
+                config.num_key_value_heads = 4
             config.max_position_embeddings = 512
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(config).save_pretrained(model)
             tokenizer.save_pretrained(model)
         dist.barrier()
-    sampler = sampling.Sampler(model, dtype, 512, 0.4)
+    sampler = sampling.Sampler(model, dtype, 512, 0.4, tensor_parallel_size)
     tokenizer = AutoTokenizer.from_pretrained(model)
     trained = run.load_model(model, dtype)
     config = {

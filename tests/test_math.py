@@ -218,6 +218,47 @@ def test_logprobs_in_many_chunks(model):
     torch.testing.assert_close(logprobs[7], expected, atol=1e-5, rtol=1e-5)
 
 
+def test_activations_computed_again_give_the_same_gradient(monkeypatch):
+    """--gradient-checkpointing: fewer tensors wait for the backward pass, dropout stays off."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
+    config = LlamaConfig(vocab_size=50, num_hidden_layers=4, attention_dropout=0.5, **sizes)
+    model = LlamaForCausalLM(config).eval()
+    inputs = torch.randint(0, 50, (8, 100)), torch.full((8,), 10), torch.ones(8, 90)
+
+    def measure() -> tuple[list[torch.Tensor], int]:
+        kept = 0
+
+        def pack(tensor):
+            nonlocal kept
+            kept += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logprobs = vineppo.compute_logprobs(model, *inputs, 1.0)
+        logprobs.sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return gradients, kept
+
+    gradients, all_kept = measure()
+    run.checkpoint_activations(model)
+    again, kept = measure()
+    assert kept < all_kept / 4
+    for one, other in zip(gradients, again, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_weight_distance_in_chunks(model, monkeypatch):
+    torch.manual_seed(1)
+    other = type(model)(model.config)
+    flat, flat_other = (torch.nn.utils.parameters_to_vector(m.parameters()) for m in (model, other))
+    expected = ((flat - flat_other).norm() / flat_other.norm()).item()
+    for chunk in (run.CHUNK, 77):
+        monkeypatch.setattr(run, "CHUNK", chunk)
+        assert run.weight_distance(model, other) == pytest.approx(expected, rel=1e-5)
+
+
 # ---- batches -------------------------------------------------------------------------------------
 
 

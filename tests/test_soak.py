@@ -267,6 +267,11 @@ def test_sampler_and_trainer_agree_in_bfloat16():
     check_parity("--tied", "--zero-stage", "2", "--dtype", "bfloat16", limit=0.1)
 
 
+def test_two_ranks_hold_one_sampler():
+    """Tensor parallel: every rank has prompts of its own, and the engine's parts follow a sync."""
+    check_parity("--no-tied", "--zero-stage", "2", "--tensor-parallel-size", "2")
+
+
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
