@@ -121,7 +121,7 @@ class Args:
     """rollouts per state"""
     share_rollouts: bool = True
     """value equal prefixes once (a prompt is that of G responses). Sharers get the same noise: turn
-    it off where K is small or prefixes are often equal (docs/vineppo.md)"""
+    it off where prefixes are often equal (docs/vineppo.md)"""
     smoothing: float = 0.0
     """a step's credit also goes to its neighbours d steps away, times smoothing^d: less noise where
     K is small, as unbiased (docs/credit.md); 0: the paper"""
@@ -158,6 +158,16 @@ def compute_advantages(
     changes = (next_values - step_values) * (step <= last)  # (B, S)
     changes = changes @ (smoothing ** (step[:, None] - step).abs()).to(changes)  # 0^0 is 1
     return changes.gather(1, step_index) * response_mask
+
+
+def add_responses(
+    values: torch.Tensor, rewards: torch.Tensor, k: int, group_size: int
+) -> torch.Tensor:
+    """(B,) values of prompts by K rollouts, (B,) rewards -> (B,) values, with the other G - 1
+    responses of each group as rollouts of its prompt."""
+    groups = rewards.view(-1, group_size)
+    others = (groups.sum(dim=1, keepdim=True) - groups).flatten()  # (B,)
+    return (k * values + others) / (k + group_size - 1)
 
 
 def whiten(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -415,10 +425,10 @@ def main(args: Args) -> None:
 
         step_values = [[values[key][0] for key in keys] for keys in state_keys]  # (B, S), ragged
         if args.reuse_responses:
-            groups = b_rewards.view(-1, args.group_size)
-            others = (groups.sum(dim=1, keepdim=True) - groups).flatten().tolist()  # (B,) sums
-            for of_row, total in zip(step_values, others, strict=True):
-                of_row[0] = (args.k * of_row[0] + total) / (args.k + args.group_size - 1)
+            of_prompts = torch.tensor([of_row[0] for of_row in step_values])
+            of_prompts = add_responses(of_prompts, b_rewards, args.k, args.group_size)
+            for of_row, value in zip(step_values, of_prompts.tolist(), strict=True):
+                of_row[0] = value
         step_index = torch.zeros(response_mask.shape, dtype=torch.long)  # (B, T)
         for row, ends in enumerate(step_ends):
             for end in ends[:-1]:

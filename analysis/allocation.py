@@ -115,30 +115,31 @@ def bisection(k: int, few: int) -> Rule:
     between them, else K for the middle one, and so on for both halves (candidate 3). A state's own
     draws never decide how many it has, so each value is fair."""
 
+    def value_of(draws: list[list[Draw]]) -> tuple[list[float], int]:
+        last = len(draws) - 1
+        counts = {0: k, last: k}
+
+        def value(i: int) -> float:
+            return mean(draws[i][: counts[i]])
+
+        def split(a: int, b: int) -> None:
+            if b - a < 2:
+                return
+            if value(a) == value(b) and value(a) in (0, 1):
+                counts.update(dict.fromkeys(range(a + 1, b), few))
+                return
+            middle = (a + b) // 2
+            counts[middle] = k
+            split(a, middle)
+            split(middle, b)
+
+        split(0, last)
+        tokens = sum(cost(draws[i][:n]) for i, n in counts.items())
+        return [value(i) for i in range(last + 1)], tokens
+
     def rule(batch):
-        values, tokens = [], 0
-        for response in batch:
-            last = len(response.draws) - 1
-            counts = {0: k, last: k}
-
-            def value(i, response=response, counts=counts):
-                return mean(response.draws[i][: counts[i]])
-
-            def split(a, b, counts=counts, value=value):
-                if b - a < 2:
-                    return
-                if value(a) == value(b) and value(a) in (0, 1):
-                    counts.update(dict.fromkeys(range(a + 1, b), few))
-                    return
-                middle = (a + b) // 2
-                counts[middle] = k
-                split(a, middle)
-                split(middle, b)
-
-            split(0, last)
-            values.append([value(i) for i in range(last + 1)])
-            tokens += sum(cost(response.draws[i][:n]) for i, n in counts.items())
-        return values, tokens
+        values, tokens = zip(*(value_of(response.draws) for response in batch), strict=True)
+        return list(values), sum(tokens)
 
     return rule
 
@@ -149,15 +150,13 @@ def sequential(first: int, k: int, fair: bool = False) -> Rule:
     (Girshick, Mosteller and Savage 1946), the best that has no bias. Where the first agree it is
     their mean again, and else it must make up for those."""
 
-    def fair_value(right: int) -> float:
-        def paths(ones: int, of: int) -> int:  # in the first draws, not all equal
-            return sum(
-                math.comb(of, a) * math.comb(k - first, right - ones - a)
-                for a in range(of + 1)
-                if 0 < a + ones < first and right - ones - a >= 0
-            )
+    def paths(draws: int, right: int) -> int:
+        return math.comb(draws, right) if right >= 0 else 0
 
-        return paths(1, first - 1) / paths(0, first)
+    def fair_value(right: int) -> float:  # of K, of which the first ones did not agree
+        all_right, rest = paths(k - first, right - first), k - first
+        begin_right = paths(k - 1, right - 1) - all_right
+        return begin_right / (paths(k, right) - all_right - paths(rest, right))
 
     def rule(batch):
         values, tokens = [], 0
@@ -191,16 +190,23 @@ RULES: dict[str, tuple[Rule, float]] = {  # name -> (rule, smoothing)
 }
 
 
-def bias(errors: list[tuple[float, float]]) -> tuple[float, float]:
-    """(exact value, error) of states -> the mean error of that fifth of the range of values where
-    it is largest, as a multiple of its standard error, and the mean itself."""
-    worst = (0.0, 0.0)
+def by_fifth(exact: list[float], values: list[float]) -> list[list[float]]:
+    """Values of the states whose exact value is in [0, .2), [.2, .4), ..."""
+    fifths: list[list[float]] = [[] for _ in range(5)]
+    for known, value in zip(exact, values, strict=True):
+        fifths[min(4, int(known * 5))].append(value)
+    return fifths
+
+
+def bias(found: list[list[list[float]]], plain: list[list[list[float]]]) -> tuple[float, float]:
+    """Values of a rule and of the plain one, by batch and fifth -> the difference of means and its
+    standard error over batches, of that fifth where it is the most standard errors."""
+    worst = (0.0, 1.0)
     for fifth in range(5):
-        of = [error for exact, error in errors if fifth == min(4, int(exact * 5))]
-        if len(of) > 30:
-            average = statistics.mean(of)
-            z = average / (statistics.stdev(of) / math.sqrt(len(of)) or math.inf)
-            worst = max(worst, (abs(z), average))
+        pairs = zip((b[fifth] for b in found), (b[fifth] for b in plain), strict=True)
+        less = [statistics.mean(x) - statistics.mean(y) for x, y in pairs if x]
+        if len(less) > 2 and error(less):
+            worst = max(worst, (statistics.mean(less), error(less)), key=lambda w: abs(w[0] / w[1]))
     return worst
 
 
@@ -218,7 +224,8 @@ def main(
     size = num_prompts * group_size
     cosines: dict[str, list[float]] = {name: [] for name in ["exact values", *RULES]}
     tokens = dict.fromkeys(RULES, 0)
-    errors: dict[str, list[tuple[float, float]]] = {name: [] for name in RULES}
+    fifths: dict[str, list[list[list[float]]]] = {name: [] for name in RULES}
+    squares: dict[str, list[float]] = {name: [] for name in RULES}
     for first in tqdm(range(0, len(study.episodes), size), desc="rules"):
         episodes = study.episodes[first : first + size]
         draws = study.draws[first : first + size]
@@ -239,37 +246,33 @@ def main(
             advantages = vineppo.compute_advantages(rewards, padded, step_index, mask, smoothing)
             cosines[name].append(cosine(study, logprobs, advantages, mask))
 
+        chains = [row for row, e in enumerate(episodes) if e.digits]
+        exact = [value for row in chains for value in known[row]]
         measure("exact values", known, 0.0)
         for name, (rule, smoothing) in RULES.items():
             values, used = rule(batch)
             tokens[name] += used
             measure(name, values, smoothing)
-            for e, of_row, exact in zip(episodes, values, known, strict=True):
-                if e.digits:
-                    errors[name] += [(v, x - v) for x, v in zip(of_row, exact, strict=True)]
+            flat = [value for row in chains for value in values[row]]
+            fifths[name].append(by_fifth(exact, flat))
+            squares[name] += [(x - v) ** 2 for x, v in zip(flat, exact, strict=True)]
 
     plain = next(iter(RULES))
-    print(
-        f"\n{batches} iterations of {size} episodes. Bias: where the values' mean error is largest"
-    )
-    print("(of five ranges of the exact value), and how many standard errors that is.\n")
+    print(f"\n{batches} iterations of {size} episodes. Bias: the mean value less that of the first")
+    print("rule, in that fifth of the exact values where it is the most standard errors.\n")
     print("| rule | tokens | of the first | bias | rms error of values | cosine | less the first |")
     print("|---|---|---|---|---|---|---|")
     for name, found in cosines.items():
         less = [a - b for a, b in zip(found, cosines[plain], strict=True)]
         shown = [f"{statistics.mean(x):.3f} ± {error(x):.3f}" for x in (found, less)]
+        parts = [""] * 4
         if name in RULES:
-            z, average = bias(errors[name])
-            rms = math.sqrt(statistics.mean(x * x for _, x in errors[name]))
-            shown = [f"{average:+.3f} ({z:.1f})", f"{rms:.3f}", *shown]
-            shown = [
-                f"{tokens[name] / batches:,.0f}",
-                f"{tokens[name] / tokens[plain]:.2f}",
-                *shown,
-            ]
-        else:
-            shown = ["", "", "", "", *shown]
-        print(f"| {name} | {' | '.join(shown)} |")
+            off, its_error = bias(fifths[name], fifths[plain])
+            rms = math.sqrt(statistics.mean(squares[name]))
+            share = tokens[name] / tokens[plain]
+            parts = [f"{tokens[name] / batches:,.0f}", f"{share:.2f}"]
+            parts += ["" if name == plain else f"{off:+.3f} ± {its_error:.3f}", f"{rms:.3f}"]
+        print(f"| {' | '.join([name, *parts, *shown])} |")
 
 
 def error(values: list[float]) -> float:

@@ -3,10 +3,10 @@
     python -m benchmarks.against_trl                                the embedded model
     python -m benchmarks.against_trl --model runs/smollm2 --task gsm8k --data-dir GSM8K ...
 
-The same model, prompts, episodes, epochs, minibatches and precision; TRL in an environment of its
-own (.venv-trl, made on the first call), with transformers' generate, since its vLLM mode does not
-run on a CPU. The two take turns, twice, so that a busy machine slows both; medians over iterations
-without each run's first two.
+The same model, prompts, episodes, epochs and minibatches, float32, on the CPU; TRL in an environment
+of its own (.venv-trl, made on the first call), with transformers' generate: its vLLM mode loads
+weights in a way that vLLM's CPU backend does not take. Sampling and the rest are told apart. The two
+take turns, so that a busy machine slows both; medians over iterations, without each run's first two.
 """
 
 import json
@@ -28,6 +28,7 @@ from common import data, run
 WARM_UP = 2
 VENV = os.path.join(ROOT, ".venv-trl")
 TRL = "1.16.0"
+WITHOUT_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass
@@ -62,43 +63,57 @@ def make_venv() -> str:
     return python
 
 
-def run_ours(args: Args, options: dict) -> tuple[list[float], float]:
-    """(seconds of each iteration, mean response length)."""
+def run_ours(args: Args, options: dict) -> dict[str, list[float]]:
+    """Seconds of each iteration, of its sampling, and the mean response length of each."""
     total = args.num_iterations + WARM_UP
     with tempfile.TemporaryDirectory() as folder:
         flags = {**options, "output_dir": f"{folder}/run", "num_iterations": total}
-        flags |= {"eval_every": 0, "save_every": total, "task": args.task}
+        flags |= {"eval_every": 0, "save_every": total, "task": args.task, "dtype": "float32"}
         flags |= {"data_dir": args.data_dir, "max_model_len": args.max_model_len}
-        command = [sys.executable, "grpo.py"]
+        command = [sys.executable, os.path.join(ROOT, "grpo.py")]
         for name, value in flags.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        lines = list(read_metrics(f"{folder}/run"))[WARM_UP:]
-    seconds = [line["time/iteration"] - line.get("time/save", 0) for line in lines]
-    return seconds, statistics.mean(line["rollout/response_length"] for line in lines)
+        subprocess.run(command, env=WITHOUT_GPU, check=True, stdout=subprocess.DEVNULL)
+        lines = read_metrics(f"{folder}/run")
+    return {
+        "seconds": [line["time/iteration"] - line.get("time/save", 0) for line in lines],
+        "sampling": [line["time/sample"] for line in lines],
+        "length": [line["rollout/response_length"] for line in lines],
+    }
 
 
-def run_trl(args: Args, options: dict, python: str) -> tuple[list[float], float]:
+def run_trl(args: Args, options: dict, python: str) -> dict[str, list[float]]:
+    from transformers import AutoTokenizer
+
     problems = data.load_problems(args.task, "train", args.data_dir)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    problems, _ = data.encode_prompts(
+        problems, tokenizer, args.max_model_len - args.max_response_len
+    )
     total = args.num_iterations + WARM_UP
     drawn = run.draw(len(problems), 0, total * args.num_prompts, grpo.Args.seed)  # as grpo.py does
+    is_folder = os.path.isdir(args.model)
     with tempfile.TemporaryDirectory() as folder:
-        job = {**options, "folder": folder, "num_iterations": total}
-        job |= {"num_responses": args.num_prompts * args.group_size}
-        job |= {"temperature": grpo.Args.temperature, "kl_coef": grpo.Args.kl_coef}
-        job["model"] = os.path.abspath(args.model)
-        job |= {"prompts": [problems[i].prompt for i in drawn]}
-        job |= {"answers": [problems[i].answer for i in drawn]}
+        job = {
+            **options,
+            "folder": folder,
+            "num_iterations": total,
+            "num_responses": args.num_prompts * args.group_size,
+            "temperature": grpo.Args.temperature,
+            "kl_coef": grpo.Args.kl_coef,
+            "model": os.path.abspath(args.model) if is_folder else args.model,
+            "prompts": [problems[i].prompt for i in drawn],
+            "answers": [problems[i].answer for i in drawn],
+        }
         done = subprocess.run(
             [python, os.path.join(ROOT, "benchmarks/trl_worker.py")],
             input=json.dumps(job),
-            cwd=folder,
+            env=WITHOUT_GPU,
             check=True,
             stdout=subprocess.PIPE,
             text=True,
         )
-    found = json.loads(done.stdout.split("TRL ")[-1])
-    return found["seconds"][WARM_UP:], found["length"]
+    return json.loads(done.stdout.split("TRL ")[-1])
 
 
 def main(args: Args) -> None:
@@ -106,20 +121,24 @@ def main(args: Args) -> None:
     names = ("model", "num_prompts", "group_size", "minibatch_size", "update_epochs")
     options = {name: getattr(args, name) for name in (*names, "max_response_len")}
     options["learning_rate"] = grpo.Args.learning_rate
-    ours, theirs, lengths = [], [], []
+    found: dict[str, dict[str, list[float]]] = {"grpo.py": {}, f"TRL {TRL}": {}}
     for _ in range(args.turns):
-        seconds, length = run_ours(args, options)
-        ours += seconds
-        lengths.append(length)
-        seconds, length = run_trl(args, options, python)
-        theirs += seconds
-        lengths.append(length)
-    ratio = statistics.median(theirs) / statistics.median(ours)
-    for name, found in (("grpo.py", ours), (f"TRL {TRL}", theirs)):
-        low, high = min(found), max(found)
-        print(f"{name}: {statistics.median(found):.2f} s an iteration ({low:.2f} to {high:.2f})")
-    print(f"TRL / grpo.py: {ratio:.2f}; mean response lengths, in turn: ", end="")
-    print(", ".join(f"{length:.1f}" for length in lengths))
+        turn = run_ours(args, options), run_trl(args, options, python)
+        for of_one, result in zip(found.values(), turn, strict=True):
+            result["the rest"] = [
+                a - b for a, b in zip(result["seconds"], result["sampling"], strict=True)
+            ]
+            for name, values in result.items():
+                of_one.setdefault(name, []).extend(values[WARM_UP:])
+    print(f"\n| seconds of an iteration | {' | '.join(found)} | ratio |\n|---|---|---|---|")
+    for name in ("seconds", "sampling", "the rest", "length"):
+        ours, theirs = (of_one[name] for of_one in found.values())
+        shown = [
+            f"{statistics.median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in (ours, theirs)
+        ]
+        ratio = statistics.median(theirs) / statistics.median(ours)
+        label = {"seconds": "all", "length": "mean response length, tokens"}.get(name, name)
+        print(f"| {label} | {' | '.join(shown)} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

@@ -118,6 +118,11 @@ def read_run(args: Args) -> tuple[Setting, object]:
         f"--model {model}: no config.json there; name a folder that has one, or a model on the hub",
     )
     require(ranks >= 0, f"--ranks {ranks}: must be 1 or more")
+    sharded = script.tensor_parallel_size
+    require(
+        (ranks or 1) % sharded == 0,
+        f"--tensor-parallel-size {sharded} does not divide {ranks or 1} ranks",
+    )
     dtype = "bfloat16" if script.dtype == "auto" else script.dtype
     lengths = script.micro_batch_tokens, script.max_model_len, script.max_response_len
     share = script.gpu_memory_utilization
@@ -130,7 +135,7 @@ def read_run(args: Args) -> tuple[Setting, object]:
         share,
         critic=method == "ppo",
         gradient_checkpointing=script.gradient_checkpointing,
-        tensor_parallel_size=script.tensor_parallel_size,
+        tensor_parallel_size=sharded,
     )
     return setting, script
 
@@ -324,9 +329,10 @@ def cache_tokens(s: Setting, args: Args) -> int:
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     room = (s.sampler_share * args.gpu_memory - args.sampler_overhead) * GIB
-    of_a_token = 2 * SIZE[s.dtype] * c.num_hidden_layers * heads * width
-    # of all ranks that hold the engine together
-    return int((s.tensor_parallel_size * room - SIZE[s.dtype] * sum(count(s.model))) / of_a_token)
+    # of a rank: its part of the weights and of the heads, of which it has one at least
+    heads = max(1, heads // s.tensor_parallel_size)
+    weights = SIZE[s.dtype] * sum(count(s.model)) / s.tensor_parallel_size
+    return int((room - weights) / (2 * SIZE[s.dtype] * c.num_hidden_layers * heads * width))
 
 
 def needed(s: Setting, args: Args) -> float:
@@ -412,11 +418,12 @@ def main(args: Args) -> None:
         f"--task {script.task} has no typical lengths: --prompt-len, --response-len, --steps",
     )
     tokens = plan_tokens(script, prompt_len, response_len, steps)
-    # FLOPs of a token: 2 a parameter forward, 6 with backward; two passes before the update
+    # FLOPs of a token: 2 a parameter forward, 4 backward; two passes before the update
     trained = script.update_epochs * tokens["pass"]
-    flops = (6 * trained + 2 * 2 * tokens["pass"]) * total
+    of_update = (8 if s.gradient_checkpointing else 6) * trained
+    flops = (of_update + 2 * 2 * tokens["pass"]) * total
     if s.critic:
-        flops += (6 * trained + 2 * tokens["pass"]) * total
+        flops += (of_update + 2 * tokens["pass"]) * total
     sampling = (tokens["sample"] + tokens["rollouts"]) / (args.sample_rate * s.ranks)
     update = flops / (args.tflops * 1e12 * s.ranks)
     minibatches = script.num_prompts * script.group_size // script.minibatch_size

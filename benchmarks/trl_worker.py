@@ -1,5 +1,6 @@
 """Runs in TRL's own environment (benchmarks/against_trl.py makes it): GRPOTrainer on the CPU with
-transformers' generate. Prints the seconds of each iteration and the mean response length."""
+transformers' generate. Prints the seconds of each iteration, of its sampling, and the mean response
+length of each."""
 
 import itertools
 import json
@@ -38,6 +39,7 @@ def main(job: dict) -> None:
         use_cpu=True,
     )
     ends: list[float] = [time.perf_counter()]
+    sampling: list[float] = []
     lengths: list[float] = []
 
     class Clock(TrainerCallback):
@@ -46,7 +48,8 @@ def main(job: dict) -> None:
                 ends.append(time.perf_counter())
 
         def on_log(self, args, state, control, logs=None, **_):
-            lengths.extend(v for k, v in logs.items() if k == "completions/mean_length")
+            if state.global_step % steps == 0:
+                lengths.append(logs["completions/mean_length"])
 
     def reward(completions, answer, **_):
         found = [re.findall(r"####\s*(-?[\d.,]+)", text) for text in completions]
@@ -60,9 +63,18 @@ def main(job: dict) -> None:
         train_dataset=Dataset.from_dict({"prompt": job["prompts"], "answer": job["answers"]}),
         callbacks=[Clock()],
     )
+    generate = trainer._generate_single_turn
+
+    def timed(*arguments, **options):
+        start = time.perf_counter()
+        found = generate(*arguments, **options)
+        sampling.append(time.perf_counter() - start)
+        return found
+
+    trainer._generate_single_turn = timed
     trainer.train()
     seconds = [after - before for before, after in itertools.pairwise(ends)]
-    print("TRL " + json.dumps({"seconds": seconds, "length": sum(lengths) / len(lengths)}))
+    print("TRL " + json.dumps({"seconds": seconds, "sampling": sampling, "length": lengths}))
 
 
 if __name__ == "__main__":

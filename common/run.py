@@ -2,10 +2,10 @@
 
 import ctypes
 import dataclasses
+import functools
 import glob
 import hashlib
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -21,6 +21,7 @@ import warnings
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from common import RunError, UsageError, grading, require
@@ -251,14 +252,11 @@ CHUNK = 2**24  # elements of a tensor that are float32 at a time, while vLLM nee
 @torch.no_grad()
 def weight_distance(model: torch.nn.Module, start: torch.nn.Module) -> float:
     """L2 distance of the weights from those of `start`, relative to the norm of the latter."""
-    models = (
-        itertools.chain(*(p.flatten().split(CHUNK) for p in one.parameters()))
-        for one in (model, start)
-    )
     distance = norm = 0.0
-    for new, old in zip(*models, strict=True):
-        distance += (new.float() - old.float()).square().sum()
-        norm += old.float().square().sum()
+    for pair in zip(model.parameters(), start.parameters(), strict=True):
+        for new, old in zip(*(p.flatten().split(CHUNK) for p in pair), strict=True):
+            distance += (new.float() - old.float()).square().sum()
+            norm += old.float().square().sum()
     return (distance / norm).sqrt().item()
 
 
@@ -339,14 +337,14 @@ def load_model(model: str, dtype: str, trust_remote_code: bool = False) -> torch
 
 
 def checkpoint_activations(model: torch.nn.Module) -> None:
-    """Layers keep their inputs alone and run again in the backward pass. transformers does so only
-    where a layer trains; this is told to the layers, not to what is in them: no dropout."""
+    """Layers keep their inputs alone and run again in the backward pass. (transformers' own way
+    works in training mode only, which has dropout.)"""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
+    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    require(layers, "--gradient-checkpointing: this model's layers do not support it")
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 # ---- the run folder ------------------------------------------------------------------------------
@@ -362,6 +360,7 @@ SHOWN = {
 # may change when a run goes on: results do not, but for float noise
 FREE_SETTINGS = ("resume", "output_dir", "track", "save_every", "keep_checkpoints", "on_nan")
 FREE_SETTINGS += ("gpu_memory_utilization", "micro_batch_tokens", "grace_seconds")
+FREE_SETTINGS += ("gradient_checkpointing",)
 # Mean |log-prob of the sampler - of the trainer| over tokens above which a run stops: 1,000 times
 # what kernels that differ cause. (A learning rate of 1e-6 stays below it in bfloat16 for long.)
 MAX_SAMPLER_GAP = {"float32": 1e-4, "bfloat16": 0.1}

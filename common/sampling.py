@@ -39,11 +39,16 @@ class Sampler:
         trust_remote_code: bool = False,
     ):
         """`model`: a checkpoint folder; it must be loaded on every rank at the same time."""
-        require(
-            dist.get_world_size() % tensor_parallel_size == 0,
-            f"--tensor-parallel-size {tensor_parallel_size}: does not divide the number of ranks, "
-            f"{dist.get_world_size()}",
-        )
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        counts = {"ranks": dist.get_world_size(), "attention heads": config.num_attention_heads}
+        for name, count in counts.items():
+            require(
+                tensor_parallel_size >= 1 and count % tensor_parallel_size == 0,
+                f"--tensor-parallel-size {tensor_parallel_size}: does not divide the number of "
+                f"{name}, {count}",
+            )
         from vllm import LLM  # it takes seconds, for which a mistyped flag should not wait
 
         self.on_gpu = torch.cuda.is_available()
@@ -55,6 +60,8 @@ class Sampler:
             max_num_batched_tokens=16_384,
             distributed_executor_backend="external_launcher",
             enforce_eager=not self.on_gpu,
+            # of the prefix cache, which knows whole blocks only; a CPU's default is 128 tokens
+            block_size=None if self.on_gpu else 32,
             enable_sleep_mode=self.on_gpu,
             gpu_memory_utilization=gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size,
@@ -83,7 +90,7 @@ class Sampler:
     ) -> list[list[Sample]]:
         """`n` samples for each prompt, at most `max_tokens[i]` tokens each; `seed` decides all of
         them. The ranks of a tensor-parallel engine, each with prompts of its own, must call it
-        together; the seed of the first of them counts."""
+        together and with the same options; the seed of the first of them counts."""
         from vllm import SamplingParams, TokensPrompt
 
         mine = slice(len(prompt_ids))

@@ -27,7 +27,6 @@ def expected_values(rule: allocation.Rule, draws: int) -> list[float]:
 
 FAIR = {
     "own": allocation.own(2),
-    "shared": allocation.shared(3),
     "bisection": allocation.bisection(3, 1),
     "sequential, fair": allocation.sequential(2, 4, fair=True),
     "sequential, fair, of three": allocation.sequential(3, 4, fair=True),
@@ -37,6 +36,44 @@ FAIR = {
 @pytest.mark.parametrize("name", FAIR)
 def test_fair_rules_have_no_bias(name):
     assert expected_values(FAIR[name], 4) == pytest.approx(P)
+
+
+def test_the_group_is_fair_to_a_prompt():
+    """Another response of the prompt, right with the prompt's value, and two draws."""
+    rule = allocation.with_group(allocation.shared(2), 2)
+    expected = 0.0
+    for other, *draws in itertools.product((0.0, 1.0), repeat=3):
+        chance = math.prod(P[0] if x else 1 - P[0] for x in (other, *draws))
+        of_state = [[Draw(x, []) for x in draws]]
+        batch = [Response(0, [1], [1], reward, of_state) for reward in (1.0, other)]
+        (values, _), _ = rule(batch)
+        expected += chance * values[0]
+    assert expected == pytest.approx(P[0])
+
+
+def test_reuse_along_the_chain_is_fair():
+    """From the prompt a draw takes the response's step with .7 and is then right with .8, else
+    with .3; two draws, and two from the state behind the step."""
+    steps = [([1, 9], 1.0, 0.7 * 0.8), ([1, 9], 0.0, 0.7 * 0.2)]
+    steps += [([2, 9], 1.0, 0.3 * 0.3), ([2, 9], 0.0, 0.3 * 0.7)]
+    ends = [([9], 1.0, 0.8), ([9], 0.0, 0.2)]
+    expected = [0.0, 0.0]
+    for outcome in itertools.product(steps, steps, ends, ends):
+        chance = math.prod(p for _, _, p in outcome)
+        draws = [Draw(x, ids) for ids, x, _ in outcome]
+        response = Response(0, [1, 9], [1, 2], 1.0, [draws[:2], draws[2:]])
+        (values,), _ = allocation.along(2)([response])
+        expected = [e + chance * v for e, v in zip(expected, values, strict=True)]
+    assert expected == pytest.approx([0.7 * 0.8 + 0.3 * 0.3, 0.8])
+
+
+def test_responses_of_the_group_count_as_rollouts():
+    """Three rollouts valued 1/3 and two others that are right, or one of them."""
+    values = torch.tensor([1 / 3, 1 / 3, 1 / 3, 0, 0, 0])
+    rewards = torch.tensor([1.0, 1, 0, 0, 0, 0])
+    found = vineppo.add_responses(values, rewards, k=3, group_size=3)
+    torch.testing.assert_close(found, torch.tensor([2 / 5, 2 / 5, 3 / 5, 0, 0, 0]))
+    assert torch.equal(vineppo.add_responses(values, rewards, 3, 1), values)
 
 
 def test_draws_that_decide_and_estimate_are_biased():
@@ -104,8 +141,8 @@ def test_smoothing_by_hand(smoothing):
 @pytest.mark.parametrize("smoothing", [0.0, 0.3, 0.5, 1.0])
 def test_smoothing_leaves_the_gradient_unbiased(smoothing):
     """A policy of three binary steps, rewards by a table: the expected gradient over all eight
-    responses, with values that are off by the fair noise of one draw, is that of the mean reward,
-    for every smoothing. (Noise enters linearly, so its mean may stand for it: exact values do.)"""
+    responses is that of the mean reward, for every smoothing. With exact values: noise enters
+    linearly, so its mean stands for it."""
     torch.manual_seed(0)
     logits = torch.randn(7, dtype=torch.float64, requires_grad=True)  # a state: a prefix of bits
     reward_of = torch.rand(8, dtype=torch.float64)

@@ -218,7 +218,7 @@ def test_logprobs_in_many_chunks(model):
     torch.testing.assert_close(logprobs[7], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_activations_computed_again_give_the_same_gradient(monkeypatch):
+def test_activations_computed_again_give_the_same_gradient():
     """--gradient-checkpointing: fewer tensors wait for the backward pass, dropout stays off."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
