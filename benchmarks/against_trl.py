@@ -3,10 +3,11 @@
     python -m benchmarks.against_trl                                the embedded model
     python -m benchmarks.against_trl --model runs/smollm2 --task gsm8k --data-dir GSM8K ...
 
-The same model, prompts, episodes, epochs and minibatches, float32, on the CPU; TRL in an environment
-of its own (.venv-trl, made on the first call), with transformers' generate: its vLLM mode loads
-weights in a way that vLLM's CPU backend does not take. Sampling and the rest are told apart. The two
-take turns, so that a busy machine slows both; medians over iterations, without each run's first two.
+The same model, prompts, episodes, epochs and minibatches, float32, on the CPU; TRL in an
+environment of its own (.venv-trl, made on the first call), with transformers' generate: its vLLM
+mode loads weights in a way that vLLM's CPU backend does not take. Sampling and the rest are told
+apart. The two take turns, so that a busy machine slows both; medians over iterations, without each
+run's first two.
 """
 
 import json
