@@ -53,8 +53,8 @@ class Args:
     """folder of JSONL files; without one gsm8k and math come from the hub"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
-    zero_stage: Literal[0, 2] = 0
-    """DeepSpeed ZeRO: 2 shards gradients and optimizer state over the ranks, 0 does not"""
+    zero_stage: Literal[0, 2, 3] = 0
+    """DeepSpeed ZeRO: 2 shards gradients and optimizer state over the ranks, 3 weights too"""
     max_model_len: int = 128
     """tokens of prompt + response; prompts that leave no room are dropped and counted"""
     gradient_checkpointing: bool = False

@@ -56,8 +56,8 @@ class Args:
     """folder of JSONL files; without one gsm8k and math come from the hub"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
-    zero_stage: Literal[0, 2] = 0
-    """DeepSpeed ZeRO: 2 shards gradients and optimizer state over the ranks, 0 does not"""
+    zero_stage: Literal[0, 2, 3] = 0
+    """DeepSpeed ZeRO: 2 shards gradients and optimizer state over the ranks, 3 weights too"""
     max_model_len: int = 128
     """tokens of prompt + response; prompts that leave no room are dropped and counted"""
     gradient_checkpointing: bool = False
@@ -170,6 +170,7 @@ def main(args: Args) -> None:
     rank, world_size = run.set_up_processes()
     run.check_args(args)
     require(args.eval_every > 0, "--eval-every 0: the walk needs checkpoints to evaluate")
+    require(args.zero_stage < 3, "--zero-stage 3: the walk goes back to whole weights; take 0 or 2")
     problems = data.load_problems(args.task, "train", args.data_dir)
     task = data.TASKS[args.task]
     eval_problems = data.load_problems(args.task, "validation", args.data_dir)

@@ -1,5 +1,6 @@
 """Processes, batches, the run folder and checkpoints: plumbing that is not an algorithm."""
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -240,10 +241,22 @@ def discard_gradients(engine) -> None:
     optimizer of ZeRO 0 keeps them in float32.
     """
     engine.zero_grad()
+    engine.optimizer.zero_grad()  # ZeRO 3 counts micro-batches there
     for name in ("averaged_gradients", "all_grad_tensors"):
         getattr(engine.optimizer, name, {}).clear()
     if hasattr(engine.optimizer, "clear_hp_grads"):
         engine.optimizer.clear_hp_grads()
+
+
+def whole(parameters):
+    """In this context each rank has all of the weights that ZeRO 3 spreads over the ranks, which
+    must enter it together; with any other stage it does nothing."""
+    parts = list({id(p): p for p in parameters if hasattr(p, "ds_id")}.values())
+    if not parts:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parts)
 
 
 CHUNK = 2**24  # elements of a tensor that are float32 at a time, while vLLM needs the memory
@@ -254,9 +267,10 @@ def weight_distance(model: torch.nn.Module, start: torch.nn.Module) -> float:
     """L2 distance of the weights from those of `start`, relative to the norm of the latter."""
     distance = norm = 0.0
     for pair in zip(model.parameters(), start.parameters(), strict=True):
-        for new, old in zip(*(p.flatten().split(CHUNK) for p in pair), strict=True):
-            distance += (new.float() - old.float()).square().sum()
-            norm += old.float().square().sum()
+        with whole(pair[:1]):
+            for new, old in zip(*(p.flatten().split(CHUNK) for p in pair), strict=True):
+                distance += (new.float() - old.float()).square().sum()
+                norm += old.float().square().sum()
     return (distance / norm).sqrt().item()
 
 
@@ -659,13 +673,15 @@ class Run:
         dist.barrier()
         for name, engine in engines.items():
             engine.save_checkpoint(aside, tag=name, save_latest=False)
-        if self.is_main:
-            model.save_pretrained(os.path.join(aside, "hf"))
-            tokenizer.save_pretrained(os.path.join(aside, "hf"))
-            for name in engines.keys() - {"policy"}:  # weights alone, for analysis/values.py
-                # copies: ZeRO 2 keeps parameters as views of one buffer
-                weights = {k: v.clone() for k, v in engines[name].module.state_dict().items()}
-                safetensors.torch.save_file(weights, os.path.join(aside, f"{name}.safetensors"))
+        modules = [model, *(engine.module for engine in engines.values())]
+        with whole(p for module in modules for p in module.parameters()):
+            if self.is_main:
+                model.save_pretrained(os.path.join(aside, "hf"))
+                tokenizer.save_pretrained(os.path.join(aside, "hf"))
+                for name in engines.keys() - {"policy"}:  # weights alone, for analysis/values.py
+                    # copies: ZeRO 2 keeps parameters as views of one buffer
+                    weights = {k: v.clone() for k, v in engines[name].module.state_dict().items()}
+                    safetensors.torch.save_file(weights, os.path.join(aside, f"{name}.safetensors"))
         dist.barrier()
         paths = glob.glob(os.path.join(glob.escape(aside), "**"), recursive=True)
         names = sorted(os.path.relpath(path, aside) for path in paths if os.path.isfile(path))

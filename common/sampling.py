@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from common import require
 from common.grading import grade_all
-from common.run import count_tokens, gather, seed_of, share
+from common.run import count_tokens, gather, seed_of, share, whole
 
 # The engine runs in this process (its default is a process of its own): it shares our
 # torch.distributed world, our memory and our random generators.
@@ -140,13 +140,16 @@ class Sampler:
         return Sample(ids, logprobs, output.finish_reason == "stop", stopped)
 
     def sync_weights(self, model: torch.nn.Module) -> None:
-        """Give the engine the weights of `model` (ZeRO 0 to 2: each rank holds all of them)."""
+        """Give the engine the weights of `model`; all ranks together."""
 
         def weights():
-            yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
+            named = dict(model.named_parameters())
             # named_parameters() has tied weights once; without the second name the head stays old
             if model.config.tie_word_embeddings:
-                yield "lm_head.weight", model.get_input_embeddings().weight.detach()
+                named["lm_head.weight"] = model.get_input_embeddings().weight
+            for name, parameter in named.items():
+                with whole([parameter]):
+                    yield name, parameter.detach()
 
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
         self.llm.reset_prefix_cache()  # it holds the old policy's keys and values

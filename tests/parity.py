@@ -24,7 +24,7 @@ NUM_UPDATES = 3
 
 def main(
     tied: bool = False,
-    zero_stage: Literal[0, 2] = 0,
+    zero_stage: Literal[0, 2, 3] = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
     padding: int = 0,
     tensor_parallel_size: int = 1,
@@ -60,7 +60,7 @@ def main(
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": zero_stage},
+        "zero_optimization": {"stage": zero_stage, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": dtype == "bfloat16"},
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
     }

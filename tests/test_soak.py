@@ -257,7 +257,7 @@ def test_defaults_on_any_number_of_ranks(script, ranks, embedded, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("zero_stage", ["0", "2"])
+@pytest.mark.parametrize("zero_stage", ["0", "2", "3"])
 @pytest.mark.parametrize("tied", ["--tied", "--no-tied"])
 def test_sampler_and_trainer_agree(tied, zero_stage, ranks):
     check_parity(tied, "--zero-stage", zero_stage, ranks=ranks)
