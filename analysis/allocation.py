@@ -201,7 +201,7 @@ def by_fifth(exact: list[float], values: list[float]) -> list[list[float]]:
 def bias(found: list[list[list[float]]], plain: list[list[list[float]]]) -> tuple[float, float]:
     """Values of a rule and of the plain one, by batch and fifth -> the difference of means and its
     standard error over batches, of that fifth where it is the most standard errors."""
-    worst = (0.0, 1.0)
+    worst = (0.0, math.inf)
     for fifth in range(5):
         pairs = zip((b[fifth] for b in found), (b[fifth] for b in plain), strict=True)
         less = [statistics.mean(x) - statistics.mean(y) for x, y in pairs if x]
@@ -271,7 +271,8 @@ def main(
             rms = math.sqrt(statistics.mean(squares[name]))
             share = tokens[name] / tokens[plain]
             parts = [f"{tokens[name] / batches:,.0f}", f"{share:.2f}"]
-            parts += ["" if name == plain else f"{off:+.3f} ± {its_error:.3f}", f"{rms:.3f}"]
+            same = math.isinf(its_error)  # smoothing changes no value
+            parts += ["" if same else f"{off:+.3f} ± {its_error:.3f}", f"{rms:.3f}"]
         print(f"| {' | '.join([name, *parts, *shown])} |")
 
 

@@ -48,7 +48,7 @@ def main(job: dict) -> None:
                 ends.append(time.perf_counter())
 
         def on_log(self, args, state, control, logs=None, **_):
-            if state.global_step % steps == 0:
+            if "completions/mean_length" in logs:  # once a generation
                 lengths.append(logs["completions/mean_length"])
 
     def reward(completions, answer, **_):
