@@ -161,13 +161,14 @@ def compute_advantages(
 
 
 def add_responses(
-    values: torch.Tensor, rewards: torch.Tensor, k: int, group_size: int
-) -> torch.Tensor:
-    """(B,) values of prompts by K rollouts, (B,) rewards -> (B,) values, with the other G - 1
-    responses of each group as rollouts of its prompt."""
+    step_values: list[list[float]], rewards: torch.Tensor, k: int, group_size: int
+) -> list[list[float]]:
+    """(B, S) values by K rollouts, ragged, and rewards (B,) -> the same, but for the prompts, of
+    which the other G - 1 responses of the group are rollouts too."""
     groups = rewards.view(-1, group_size)
-    others = (groups.sum(dim=1, keepdim=True) - groups).flatten()  # (B,)
-    return (k * values + others) / (k + group_size - 1)
+    others = (groups.sum(dim=1, keepdim=True) - groups).flatten().tolist()  # (B,)
+    rows = zip(step_values, others, strict=True)
+    return [[(k * v + others) / (k + group_size - 1), *rest] for (v, *rest), others in rows]
 
 
 def whiten(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -425,10 +426,7 @@ def main(args: Args) -> None:
 
         step_values = [[values[key][0] for key in keys] for keys in state_keys]  # (B, S), ragged
         if args.reuse_responses:
-            of_prompts = torch.tensor([of_row[0] for of_row in step_values])
-            of_prompts = add_responses(of_prompts, b_rewards, args.k, args.group_size)
-            for of_row, value in zip(step_values, of_prompts.tolist(), strict=True):
-                of_row[0] = value
+            step_values = add_responses(step_values, b_rewards, args.k, args.group_size)
         step_index = torch.zeros(response_mask.shape, dtype=torch.long)  # (B, T)
         for row, ends in enumerate(step_ends):
             for end in ends[:-1]:

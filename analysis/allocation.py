@@ -2,7 +2,7 @@
 gradient of the embedded task. No training, some minutes; docs/credit.md has the verdicts.
 
     python -m analysis.allocation --model runs/sft/hf
-    python -m analysis.allocation --model runs/bare/hf     without filler words (docs/credit.md)
+    python -m analysis.allocation --model runs/bare/sft/hf  without filler words
 
 A rule gets the responses of an iteration, with all draws from each of their states, and answers
 with a value for each state and with the draws it has used. What a rule may see of the draws decides

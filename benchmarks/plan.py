@@ -118,6 +118,7 @@ def read_run(args: Args) -> tuple[Setting, object]:
         f"--model {model}: no config.json there; name a folder that has one, or a model on the hub",
     )
     require(ranks >= 0, f"--ranks {ranks}: must be 1 or more")
+    require(script.zero_stage < 3, "--zero-stage 3: what it needs is not planned; 0 and 2 are")
     sharded = script.tensor_parallel_size
     require(
         (ranks or 1) % sharded == 0,

@@ -1,8 +1,7 @@
 """The embedded task without its filler words: demonstrations and an untrained model for sft.py.
 
     python -m recipes.bare runs/bare
-    python sft.py --model runs/bare/untrained --task jsonl --data-dir runs/bare/data \\
-        --output-dir runs/bare/sft
+    python sft.py --model runs/bare/new --task jsonl --data-dir runs/bare --output-dir runs/bare/sft
 
 Without fillers the responses of a prompt share most of their prefixes (docs/credit.md). The
 checkpoint then trains on --task chain: same prompts, same answers.
@@ -23,9 +22,9 @@ def main(folder: Annotated[str, tyro.conf.Positional]) -> None:
     require(not os.path.exists(folder), f"{folder} exists already")
     from transformers import AutoModelForCausalLM
 
-    os.makedirs(f"{folder}/data")
+    os.makedirs(folder)
     for split in ("sft", "validation"):
-        with open(f"{folder}/data/{split}.jsonl", "w") as file:
+        with open(f"{folder}/{split}.jsonl", "w") as file:
             for problem in data.load_problems("chain", split):
                 line = problem._asdict()
                 line["solution"] = re.sub("[a-z]+ | [a-z]+", "", problem.solution)
@@ -34,7 +33,7 @@ def main(folder: Annotated[str, tyro.conf.Positional]) -> None:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(data.make_chain_model_config(tokenizer))
     for part in (model, tokenizer):
-        part.save_pretrained(f"{folder}/untrained")
+        part.save_pretrained(f"{folder}/new")
 
 
 if __name__ == "__main__":

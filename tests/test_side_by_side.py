@@ -20,15 +20,15 @@ from tests.sync_scripts import (
 )
 from tests.sync_scripts import read_file as read
 
-BUDGETS = {"vineppo.py": 505, "ppo.py": 550, "grpo.py": 450, "rloo.py": 450, "sft.py": 320}
+BUDGETS = {"vineppo.py": 535, "ppo.py": 560, "grpo.py": 450, "rloo.py": 450, "sft.py": 320}
 BUDGETS |= {"restem.py": 400, "dpo_pos.py": 440}
 # Rows of `diff -y` that differ, docstrings and flags counted: the least that the estimators allow,
 # with a few rows to spare.
 DIFFERENCES = {
     ("grpo.py", "rloo.py"): 25,
-    ("grpo.py", "vineppo.py"): 105,
-    ("rloo.py", "vineppo.py"): 105,
-    ("ppo.py", "vineppo.py"): 175,
+    ("grpo.py", "vineppo.py"): 122,
+    ("rloo.py", "vineppo.py"): 110,
+    ("ppo.py", "vineppo.py"): 188,
 }
 
 
