@@ -328,7 +328,7 @@ def main(args: Args) -> None:
                 ref = compute_logprobs(ref_model, *inputs, args.temperature).cpu()
                 old_logprobs[rows] += old * weight
                 ref_logprobs[rows] += ref * weight
-                if i == 0:  # at temperature 1, because the sampler's log-probs are raw; some rows tell
+                if i == 0:  # a few rows, at temperature 1: the sampler's log-probs are raw
                     some = rows[-4:]
                     inputs = run.take(some, device, input_ids, prompt_lens, response_mask)
                     raw = compute_logprobs(policy, *inputs, temperature=1.0).cpu()
