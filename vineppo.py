@@ -205,7 +205,9 @@ def compute_logprobs(
         logits = head(hidden).float() / temperature  # (n, V)
         return -torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
 
-    chunks = zip(hidden.split(1024), tokens.split(1024), strict=True)
+    chunks = list(zip(hidden.split(1024), tokens.split(1024), strict=True))
+    if hasattr(head.weight, "ds_id"):  # ZeRO 3: all ranks gather the head for each chunk
+        chunks += [(hidden[:0], tokens[:0])] * (run.largest(len(chunks)) - len(chunks))
     logprobs = [checkpoint(logprobs_of, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.zeros_like(response_mask).index_put((row, t), torch.cat(logprobs))
 

@@ -259,6 +259,13 @@ def whole(parameters):
     return deepspeed.zero.GatheredParameters(parts)
 
 
+def largest(number: int) -> int:
+    """Of the ranks' numbers; all ranks must call it."""
+    tensor = torch.tensor(number)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return int(tensor)
+
+
 CHUNK = 2**24  # elements of a tensor that are float32 at a time, while vLLM needs the memory
 
 
@@ -673,14 +680,15 @@ class Run:
         dist.barrier()
         for name, engine in engines.items():
             engine.save_checkpoint(aside, tag=name, save_latest=False)
-        modules = [model, *(engine.module for engine in engines.values())]
-        with whole(p for module in modules for p in module.parameters()):
+        with whole(model.parameters()):
             if self.is_main:
                 model.save_pretrained(os.path.join(aside, "hf"))
                 tokenizer.save_pretrained(os.path.join(aside, "hf"))
-                for name in engines.keys() - {"policy"}:  # weights alone, for analysis/values.py
-                    # copies: ZeRO 2 keeps parameters as views of one buffer
-                    weights = {k: v.clone() for k, v in engines[name].module.state_dict().items()}
+        for name in engines.keys() - {"policy"}:  # weights alone, for analysis/values.py
+            module = engines[name].module
+            with whole(module.parameters()):
+                if self.is_main:  # copies: ZeRO 2 keeps parameters as views of one buffer
+                    weights = {k: v.clone() for k, v in module.state_dict().items()}
                     safetensors.torch.save_file(weights, os.path.join(aside, f"{name}.safetensors"))
         dist.barrier()
         paths = glob.glob(os.path.join(glob.escape(aside), "**"), recursive=True)

@@ -39,16 +39,11 @@ class Sampler:
         trust_remote_code: bool = False,
     ):
         """`model`: a checkpoint folder; it must be loaded on every rank at the same time."""
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        counts = {"ranks": dist.get_world_size(), "attention heads": config.num_attention_heads}
-        for name, count in counts.items():
-            require(
-                tensor_parallel_size >= 1 and count % tensor_parallel_size == 0,
-                f"--tensor-parallel-size {tensor_parallel_size}: does not divide the number of "
-                f"{name}, {count}",
-            )
+        ranks, size = dist.get_world_size(), tensor_parallel_size
+        require(
+            size >= 1 and ranks % size == 0,
+            f"--tensor-parallel-size {size}: does not divide the number of ranks, {ranks}",
+        )
         from vllm import LLM  # it takes seconds, for which a mistyped flag should not wait
 
         self.on_gpu = torch.cuda.is_available()

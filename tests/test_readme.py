@@ -165,6 +165,6 @@ def test_line_budgets():
     def count(*paths):
         return sum(len(open(path).readlines()) for path in paths)
 
-    assert count(f"{ROOT}/vineppo.py") <= 535
+    assert count(f"{ROOT}/vineppo.py") <= 537
     assert count(f"{ROOT}/sft.py") <= 320
     assert count(*glob.glob(f"{ROOT}/common/*.py")) <= 2610
