@@ -44,6 +44,8 @@ class Sampler:
             size >= 1 and ranks % size == 0,
             f"--tensor-parallel-size {size}: does not divide the number of ranks, {ranks}",
         )
+        if tensor_parallel_size > 1:
+            name_shared_memory()
         from vllm import LLM  # it takes seconds, for which a mistyped flag should not wait
 
         self.on_gpu = torch.cuda.is_available()
@@ -161,6 +163,15 @@ class Sampler:
         self.sync_weights(model)
         if self.on_gpu:
             self.llm.wake_up(tags=["kv_cache"])
+
+
+def name_shared_memory() -> None:
+    """On a CPU the ranks of an engine talk through a file in shared memory, whose name vLLM takes
+    from nothing here: one that a killed run has left, or another run's, would be in the way."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    name, port = _CPUSHMDistributed.make_group_name, os.environ["MASTER_PORT"]
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: port + name(group).strip("/"))
 
 
 def hide_padding(model: torch.nn.Module, num_tokens: int) -> None:
