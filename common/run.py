@@ -754,10 +754,10 @@ def read_manifest(folder: str) -> dict:
     try:
         with open(os.path.join(folder, "manifest.json")) as file:
             saved = json.load(file)
-        whole = hashlib.sha256(saved["body"].encode()).hexdigest() == saved["sha256"]
+        intact = hashlib.sha256(saved["body"].encode()).hexdigest() == saved["sha256"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
-    return json.loads(saved["body"]) if whole else {}
+    return json.loads(saved["body"]) if intact else {}
 
 
 def digest(path: str) -> str:
