@@ -213,7 +213,6 @@ def evaluate(
         stop=stop,
         progress=progress and dist.get_rank() == 0,
     )
-    sampler.llm.reset_prefix_cache()  # a resumed run has not evaluated: it would find less there
     scores = []
     for group, answer in zip(groups, share(answers), strict=True):
         rewards = grade_all(
