@@ -2,8 +2,8 @@
 
     python -m benchmarks.credit            makes the runs that are missing (hours); docs/credit.md
 
-Embedded task, three seeds, every scheme at the best of its learning rates (the mean over seeds of
-the last pass@1) and with a schedule that is long enough to get there.
+Embedded task, three seeds, every scheme at the best of the learning rates given below (the mean
+over seeds of the last pass@1). Where a seed does not get there in its schedule, the table says so.
 """
 
 import os

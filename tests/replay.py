@@ -69,7 +69,7 @@ def main(
     name: str = "recorded",
     record: bool = False,
     micro_batch_tokens: int = 4096,
-    zero_stage: Literal[0, 2, 3] = 0,
+    zero_stage: Literal[0, 2] = 0,
     scripts: tuple[str, ...] = tuple(OF_SCRIPT),
 ) -> None:
     rank, _ = run.set_up_processes()
