@@ -3,7 +3,7 @@
     V(s) = 1/K sum_k R(rollout_k),  rollout_k ~ policy(. | s)                        paper, Eq. 5
     A(i) = r_i + V(s_{i+1}) - V(s_i)  for reasoning step i and all of its tokens     paper, Eq. 6
            r_i = 0, but for the last step, whose advantage is R - V(s_i): the state after it is
-           terminal. Over a response the advantages of the steps sum to R - V(s_0).
+           terminal. Over a response they sum to R - V(s_0) (without --smoothing).
     loss = clipped surrogate(A) + kl_coef * KL(policy, SFT checkpoint)               paper, App. A
 
     python vineppo.py                                    embedded task, one process, CPU or GPU

@@ -389,13 +389,17 @@ DPO-Positive's beta and penalty, RestEM's prompts an iteration) were not searche
 ![Accuracy by episodes, gradient steps, seconds, KL and reward; the grid](results.png)
 {END}
 """
-    path = f"{output}/results.md"
-    page = f"# The methods, compared\n\n{text}"
-    if os.path.exists(path):  # what people have written around it stays
+    write_between(f"{output}/results.md", START, END, text, "# The methods, compared\n\n")
+
+
+def write_between(path: str, start: str, end: str, text: str, title: str = "") -> None:
+    """Puts `text`, marks included, in its place in a page; what people have written around it
+    stays. A new page has a title."""
+    page = title + text
+    if os.path.exists(path):
         with open(path) as file:
-            page = file.read()
-        before, _, rest = page.partition(START)
-        page = before + text + rest.partition(f"{END}\n")[2]
+            before, _, rest = file.read().partition(start)
+        page = before + text + rest.partition(f"{end}\n")[2]
     with open(path, "w") as file:
         file.write(page)
 

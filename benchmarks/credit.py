@@ -23,6 +23,7 @@ from analysis.compare import (
     table,
     threads_of_a_run,
     train,
+    write_between,
 )
 from analysis.demo import make_launcher, make_sft
 
@@ -102,10 +103,7 @@ of training, without evaluation.
 
 {table(header, rows)}{END}
 """
-    with open(output) as file:
-        before, _, rest = file.read().partition(START)
-    with open(output, "w") as file:
-        file.write(before + text + rest.partition(f"{END}\n")[2])
+    write_between(output, START, END, text)
     print(text)
 
 
