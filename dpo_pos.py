@@ -227,7 +227,7 @@ def main(args: Args) -> None:
     shares = args.gpu_memory_utilization, args.tensor_parallel_size
     sampler = sampling.Sampler(args.model, dtype, args.max_model_len, *shares, trusted)
     model = run.load_model(args.model, dtype, trusted)
-    ref_model = run.load_model(args.model, dtype, trusted).to(device)
+    ref_model = run.load_model(args.model, dtype, trusted)  # stays on the host
     args.num_prompts = min(args.num_prompts, len(problems))  # none twice in an iteration
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
     ds_config = {
@@ -303,6 +303,7 @@ def main(args: Args) -> None:
     num_updates = math.ceil(args.update_epochs * len(pairs) / args.minibatch_size)
     logger.bar.total = num_updates
     sampler.sleep()
+    ref_model.to(device)  # every pass needs it
     logger.say(
         f"{args.num_prompts} prompts x {args.group_size} responses = {len(b_rewards)} episodes, "
         f"reward {sum(b_rewards) / len(b_rewards):.3f}: {len(pairs)} pairs x {args.update_epochs} "

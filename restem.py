@@ -198,7 +198,7 @@ def main(args: Args) -> None:
     shares = args.gpu_memory_utilization, args.tensor_parallel_size
     sampler = sampling.Sampler(args.model, dtype, args.max_model_len, *shares, trusted)
     model = run.load_model(args.model, dtype, trusted)
-    ref_model = run.load_model(args.model, dtype, trusted).to(device)
+    ref_model = run.load_model(args.model, dtype, trusted)  # stays on the host
     args.num_prompts = min(args.num_prompts, len(problems))  # none twice in an iteration
     num_responses = args.num_prompts * args.group_size  # B
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
@@ -246,10 +246,7 @@ def main(args: Args) -> None:
         b_response_ids = [sample.ids for sample in samples]
         finished = [sample.finished for sample in samples]
         lengths = [len(ids) for ids in b_response_ids]
-        metrics["rollout/response_length"] = sum(lengths) / num_responses
-        metrics["rollout/unfinished"] = 1 - sum(finished) / num_responses
-        metrics["rollout/stop_string"] = sum(sample.stopped for sample in samples) / num_responses
-        metrics["tokens/sample"] = sum(lengths)
+        metrics |= sampling.describe(samples)
 
         # ==== 6.3 rewards (B,): 1 for a right answer; a response that was cut off never has one ===
         logger.phase("grade")

@@ -290,7 +290,7 @@ def main(args: Args) -> None:
     shares = args.gpu_memory_utilization, args.tensor_parallel_size
     sampler = sampling.Sampler(args.model, dtype, args.max_model_len, *shares, trusted)
     model = run.load_model(args.model, dtype, trusted)
-    ref_model = run.load_model(args.model, dtype, trusted).to(device)
+    ref_model = run.load_model(args.model, dtype, trusted)  # stays on the host
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
     ds_config = {
         "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours, of any number and size
@@ -339,10 +339,7 @@ def main(args: Args) -> None:
         b_response_ids = [sample.ids for sample in samples]
         finished = [sample.finished for sample in samples]
         lengths = [len(ids) for ids in b_response_ids]
-        metrics["rollout/response_length"] = sum(lengths) / num_responses
-        metrics["rollout/unfinished"] = 1 - sum(finished) / num_responses
-        metrics["rollout/stop_string"] = sum(sample.stopped for sample in samples) / num_responses
-        metrics["tokens/sample"] = sum(lengths)
+        metrics |= sampling.describe(samples)
 
         # ==== 6.3 rewards (B,): 1 for a right answer; a response that was cut off never has one ===
         logger.phase("grade")
@@ -351,7 +348,7 @@ def main(args: Args) -> None:
         b_rewards = torch.tensor(run.gather(rewards))
         metrics["rollout/reward"] = b_rewards.mean().item()
 
-        # ==== 6.4 old and reference log-probs (B, T): a rank computes some rows, the sum has all ==
+        # ==== 6.4 old log-probs (B, T): a rank computes some of the rows, the sum has all =========
         logger.phase("logprobs")
         # from lengths, never from ids: EOS is a token to learn even where pad == eos
         response_mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
@@ -360,7 +357,6 @@ def main(args: Args) -> None:
         sequence_lens = [len(ids) for ids in sequences]
         input_ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
         old_logprobs = torch.zeros_like(response_mask)
-        ref_logprobs = torch.zeros_like(response_mask)
         sampler_logprobs = pad_sequence([torch.tensor(s.logprobs) for s in samples], True)
         gap = torch.zeros(2)  # sum of |sampler - trainer|, number of tokens
         passes = run.plan_passes(range(num_responses), sequence_lens, args.micro_batch_tokens)
@@ -368,24 +364,18 @@ def main(args: Args) -> None:
             for i, (rows, weight) in enumerate(passes):
                 inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
                 old = compute_logprobs(policy, *inputs, args.temperature).cpu()
-                ref = compute_logprobs(ref_model, *inputs, args.temperature).cpu()
                 old_logprobs[rows] += old * weight
-                ref_logprobs[rows] += ref * weight
                 if i == 0:  # a few rows, at temperature 1: the sampler's log-probs are raw
                     some = rows[-4:]
                     inputs = run.take(some, device, input_ids, prompt_lens, response_mask)
                     raw = compute_logprobs(policy, *inputs, temperature=1.0).cpu()
                     differences = (raw - sampler_logprobs[some]).abs() * response_mask[some]
                     gap += torch.stack([differences.sum(), response_mask[some].sum()]) * weight
-        for tensor in (old_logprobs, ref_logprobs, gap):
+        for tensor in (old_logprobs, gap):
             dist.all_reduce(tensor)
         metrics["tokens/padding"] = run.count_padding(passes, sequence_lens)
         metrics["policy/sampler_gap"] = (gap[0] / gap[1]).item()
         metrics["policy/old_logprob"] = (old_logprobs.sum() / response_mask.sum()).item()
-        metrics["policy/ref_logprob"] = (ref_logprobs.sum() / response_mask.sum()).item()
-        record = {"input_ids": input_ids, "prompt_lens": prompt_lens, "mask": response_mask}
-        record |= {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-        logger.check(metrics, record)
 
         # ==== 6.5 advantages: K rollouts from the prompt and from each state between two steps ====
         logger.phase("split")
@@ -449,9 +439,22 @@ def main(args: Args) -> None:
         metrics["adv/boundaries_moved"] = sum(moved) / max(1, len(moved))
         metrics["tokens/rollouts"] = sum(tokens for _, tokens in values.values())
 
-        # ==== 6.6 update: epochs x minibatches x micro-batches ====================================
+        # ==== 6.6 reference log-probs (B, T); update: epochs x minibatches x micro-batches ========
+        logger.phase("logprobs")
+        sampler.sleep()  # a GPU has room for the reference model now, and for these passes only
+        ref_logprobs = torch.zeros_like(response_mask)
+        with torch.no_grad(), run.lend(ref_model, device):
+            for rows, weight in passes:
+                inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
+                ref = compute_logprobs(ref_model, *inputs, args.temperature).cpu()
+                ref_logprobs[rows] += ref * weight
+        dist.all_reduce(ref_logprobs)
+        metrics["policy/ref_logprob"] = (ref_logprobs.sum() / response_mask.sum()).item()
+        record = {"input_ids": input_ids, "prompt_lens": prompt_lens, "mask": response_mask}
+        record |= {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        logger.check(metrics, record)
+
         logger.phase("update")
-        sampler.sleep()
         updates: list[dict[str, float]] = []
         for epoch in range(args.update_epochs):
             order = run.draw(num_responses, 0, num_responses, args.seed, iteration, epoch)

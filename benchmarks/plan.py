@@ -293,12 +293,13 @@ def plan_memory(s: Setting, gpu_memory: float) -> dict[str, dict[str, float]]:
     size, critics = SIZE[s.dtype], [False, True][: 1 + s.critic]
     engines = [engine(s, critic) for critic in critics]
     passes = [trace(s._replace(sampler_share=0), critic) for critic in critics]
-    always = {"reference weights": size * sum(count(s.model))}
+    reference = {"reference weights": size * sum(count(s.model))}
+    always = dict(reference if s.device == "cpu" else {})  # a GPU has it for its passes only
     for name, parts in zip(("policy", "critic"), engines, strict=False):
         for part in ("weights", "float32 weights", "Adam state"):
             always[f"{name} {part}"] = parts[part]
     # run.weight_distance: float32 copies of a chunk of both models, and their difference
-    distance = (12 if size == 2 else 8) * min(CHUNK, max(count(s.model)))
+    distance = (14 if size == 2 else 12) * min(CHUNK, max(count(s.model)))
     worst = max(zip(engines, passes, strict=True), key=lambda x: x[0]["gradients"] + x[1]["peak"])
     weights = size * sum(count(s.model)) / s.tensor_parallel_size
     sampler = {
@@ -311,6 +312,7 @@ def plan_memory(s: Setting, gpu_memory: float) -> dict[str, dict[str, float]]:
     phases = {
         "start": {**always, **sampler, "gradients and their copies": first},
         "sampling": {**always, **sampler, "log-probs": max(distance, *(p["pass"] for p in passes))},
+        "reference": {**always, **reference, "log-probs": passes[0]["pass"]},
         "backward": {
             **always,
             "gradients": worst[0]["gradients"],

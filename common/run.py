@@ -266,6 +266,19 @@ def largest(number: int) -> int:
     return int(tensor)
 
 
+@contextlib.contextmanager
+def lend(model: torch.nn.Module, device: torch.device):
+    """In this context the weights of `model` are on the device. The host keeps its own, so that
+    nothing has to be copied back."""
+    tensors = [*model.parameters(), *model.buffers()]
+    kept = [tensor.data for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
+    yield
+    for tensor, data in zip(tensors, kept, strict=True):
+        tensor.data = data
+
+
 CHUNK = 2**24  # elements of a tensor that are float32 at a time, while vLLM needs the memory
 
 
@@ -276,8 +289,9 @@ def weight_distance(model: torch.nn.Module, start: torch.nn.Module) -> float:
     for pair in zip(model.parameters(), start.parameters(), strict=True):
         with whole(pair[:1]):
             for new, old in zip(*(p.flatten().split(CHUNK) for p in pair), strict=True):
-                distance += (new.float() - old.float()).square().sum()
-                norm += old.float().square().sum()
+                old = old.to(new.device).float()
+                distance += (new.float() - old).square().sum()
+                norm += old.square().sum()
     return (distance / norm).sqrt().item()
 
 

@@ -165,6 +165,17 @@ class Sampler:
             self.llm.wake_up(tags=["kv_cache"])
 
 
+def describe(samples: list[Sample]) -> dict[str, float]:
+    """What goes into the metrics: lengths, and the shares of how they ended."""
+    tokens = sum(len(sample.ids) for sample in samples)
+    return {
+        "rollout/response_length": tokens / len(samples),
+        "rollout/unfinished": 1 - sum(sample.finished for sample in samples) / len(samples),
+        "rollout/stop_string": sum(sample.stopped for sample in samples) / len(samples),
+        "tokens/sample": tokens,
+    }
+
+
 def name_shared_memory() -> None:
     """On a CPU the ranks of an engine talk through a file in shared memory, whose name vLLM takes
     from nothing here: one that a killed run has left, or another run's, would be in the way."""

@@ -26,7 +26,7 @@ PASSAGES = {
     "flags of ends": ("grace_seconds: float", "NaN or infinity"),
     "engine": ("policy, *_ = deepspeed.initialize(", "model=model, model_parameters="),
     "draw prompts": ("drawn = run.draw(len(problems)", "b_answer = "),
-    "sample responses": ('logger.phase("sample")', 'metrics["tokens/sample"]'),
+    "sample responses": ('logger.phase("sample")', "metrics |= sampling.describe(samples)"),
     "rewards": ('logger.phase("grade")', 'metrics["rollout/reward"]'),
     "sequences": ("prompt_lens = torch.tensor(", "input_ids = pad_sequence("),
     "evaluation": ("scores = sampling.evaluate(", 'metrics["eval/pass@1"] = sum(scores)'),

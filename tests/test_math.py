@@ -249,6 +249,19 @@ def test_activations_computed_again_give_the_same_gradient():
         torch.testing.assert_close(one, other)
 
 
+def test_lent_weights_are_copies_and_the_host_s_come_back(model, monkeypatch):
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in tensors.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", lambda self, device: self.clone())  # as to a GPU
+        with run.lend(model, torch.device("cpu")):
+            assert all(tensor.data_ptr() != before[name][0] for name, tensor in tensors.items())
+            for tensor in tensors.values():
+                tensor.data.zero_()
+    for name, tensor in tensors.items():
+        assert tensor.data_ptr() == before[name][0] and torch.equal(tensor, before[name][1])
+
+
 def test_weight_distance_in_chunks(model, monkeypatch):
     torch.manual_seed(1)
     other = type(model)(model.config)

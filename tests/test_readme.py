@@ -167,4 +167,4 @@ def test_line_budgets():
 
     assert count(f"{ROOT}/vineppo.py") <= 537
     assert count(f"{ROOT}/sft.py") <= 320
-    assert count(*glob.glob(f"{ROOT}/common/*.py")) <= 2625
+    assert count(*glob.glob(f"{ROOT}/common/*.py")) <= 2650

@@ -84,8 +84,9 @@ def test_killed_at_random_moments_they_resume_bit_for_bit(sft_model, tmp_path):
 TRIES = ["--tries", "14", "--seed", "2"]
 
 
-def test_terminated_on_two_ranks_it_resumes_bit_for_bit(sft_model, tmp_path):
-    arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir"]
+@pytest.mark.parametrize("flags", [[], ["--zero-stage", "3", "--gradient-checkpointing"]])
+def test_terminated_on_two_ranks_it_resumes_bit_for_bit(flags, sft_model, tmp_path):
+    arguments = ["vineppo.py", *FAST, *flags, "--model", sft_model, "--output-dir"]
     call(*arguments, str(tmp_path / "whole"), ranks=2)
     arguments.append(str(tmp_path / "run"))
     _, output = terminate(arguments, tmp_path / "run/metrics.jsonl", ranks=2)
