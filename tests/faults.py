@@ -13,6 +13,7 @@ import os
 
 import torch
 import tyro
+from transformers import PreTrainedModel
 
 from common import RunError, grading, run
 from tests import replay
@@ -32,7 +33,7 @@ SFT = dict(num_epochs=4 * 8 / 40_000, batch_size=8, eval_every=0)
 
 
 def break_logprobs(module, fault: str) -> None:
-    """The second pass with a gradient, or one of the first without, gives NaN or infinity."""
+    """The second pass with a gradient, or the first without, gives NaN or infinity."""
     compute, calls = module.compute_logprobs, []
 
     def broken(model, input_ids, prompt_lens, response_mask, temperature):
@@ -43,9 +44,9 @@ def break_logprobs(module, fault: str) -> None:
                 logprobs = logprobs - response_mask * torch.inf
             elif len(calls) == 2 and fault == "gradient":  # its value is 0, its slope is infinite
                 logprobs = logprobs + (logprobs - logprobs.detach()).sqrt()
-        elif fault in ("logprob", "reference"):  # the first pass of one, the second of the other
+        elif fault == ("reference" if isinstance(model, PreTrainedModel) else "logprob"):
             calls.append(0)
-            if len(calls) == 1 + (fault == "reference"):
+            if len(calls) == 1:  # the policy is DeepSpeed's engine
                 logprobs[0, 0] = -torch.inf
         return logprobs
 
