@@ -16,6 +16,7 @@ Left out on purpose: value network, reward model, LoRA, entropy bonus, adaptive 
 """
 
 # ==== 1. imports ==================================================================================
+import copy
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -249,7 +250,7 @@ def main(args: Args) -> None:
     shares = args.gpu_memory_utilization, args.tensor_parallel_size
     sampler = sampling.Sampler(args.model, dtype, args.max_model_len, *shares, trusted)
     model = run.load_model(args.model, dtype, trusted)
-    ref_model = run.load_model(args.model, dtype, trusted)  # stays on the host
+    ref_model = copy.deepcopy(model)
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
     ds_config = {
         "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours, of any number and size
@@ -348,7 +349,7 @@ def main(args: Args) -> None:
 
         # ==== 6.6 reference log-probs (B, T); update: epochs x minibatches x micro-batches ========
         logger.phase("logprobs")
-        sampler.sleep()  # a GPU has room for the reference model now, and for these passes only
+        sampler.sleep()  # or a GPU may have no room for the reference model, which is on the host
         ref_logprobs = torch.zeros_like(response_mask)
         with torch.no_grad(), run.lend(ref_model, device):
             for rows, weight in passes:
@@ -359,6 +360,7 @@ def main(args: Args) -> None:
         metrics["policy/ref_logprob"] = (ref_logprobs.sum() / response_mask.sum()).item()
         record = {"input_ids": input_ids, "prompt_lens": prompt_lens, "mask": response_mask}
         record |= {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        record["advantages"] = b_advantages
         logger.check(metrics, record)
 
         logger.phase("update")
@@ -397,8 +399,7 @@ def main(args: Args) -> None:
                     run.discard_gradients(policy)
                 else:
                     means["policy/grad_norm"] = run.step(policy, lr)
-                record |= {"advantages": b_advantages, "minibatch": torch.tensor(mb_rows)}
-                logger.check(means, record)
+                logger.check(means, record | {"minibatch": torch.tensor(mb_rows)})
                 updates.append(means)
 
         # ==== 6.7 weights to the sampler ==========================================================

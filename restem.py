@@ -18,6 +18,7 @@ Left out on purpose: advantages, KL, de-duplication of responses, a limit per pr
 """
 
 # ==== 1. imports ==================================================================================
+import copy
 import gc
 import math
 from dataclasses import dataclass
@@ -198,7 +199,7 @@ def main(args: Args) -> None:
     shares = args.gpu_memory_utilization, args.tensor_parallel_size
     sampler = sampling.Sampler(args.model, dtype, args.max_model_len, *shares, trusted)
     model = run.load_model(args.model, dtype, trusted)
-    ref_model = run.load_model(args.model, dtype, trusted)  # stays on the host
+    ref_model = copy.deepcopy(model)
     args.num_prompts = min(args.num_prompts, len(problems))  # none twice in an iteration
     num_responses = args.num_prompts * args.group_size  # B
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}

@@ -81,6 +81,13 @@ class Recorder:
 def replay(passes: list[tuple]) -> float:
     """Seconds of these passes on batches without padding: rows of their mean length."""
     length = round(sum(one[3] for one in passes) / sum(one[2] for one in passes))
+    device = next(one[0].device for one in passes if hasattr(one[0], "backward"))  # an engine
+    (reference,) = {one[0] for one in passes if not hasattr(one[0], "backward")}
+    with run.lend(reference, device):
+        return time_passes(passes, length, device)
+
+
+def time_passes(passes: list[tuple], length: int, device: torch.device) -> float:
     start = time.perf_counter()
     for model, compute, _, tokens, response_tokens, with_gradient, *rest in passes:
         if not tokens:
@@ -90,7 +97,7 @@ def replay(passes: list[tuple]) -> float:
         response = min(length - 1, max(1, round(response_tokens / rows)))
         ids = torch.ones(rows, length, dtype=torch.long)
         prompt_lens, mask = torch.full((rows,), length - response), torch.ones(rows, response)
-        inputs = [tensor.to(model.device) for tensor in (ids, prompt_lens, mask)]
+        inputs = [tensor.to(device) for tensor in (ids, prompt_lens, mask)]
         with torch.set_grad_enabled(with_gradient):
             out = compute(model, *inputs, *rest)
         if with_gradient:

@@ -298,8 +298,10 @@ def plan_memory(s: Setting, gpu_memory: float) -> dict[str, dict[str, float]]:
     for name, parts in zip(("policy", "critic"), engines, strict=False):
         for part in ("weights", "float32 weights", "Adam state"):
             always[f"{name} {part}"] = parts[part]
-    # run.weight_distance: float32 copies of a chunk of both models, and their difference
-    distance = (14 if size == 2 else 12) * min(CHUNK, max(count(s.model)))
+    # run.weight_distance: float32 copies of a chunk of both models (where they are not there yet),
+    # and their difference
+    distance = 8 if (s.dtype, s.device) == ("float32", "cpu") else 12
+    distance *= min(CHUNK, max(count(s.model)))
     worst = max(zip(engines, passes, strict=True), key=lambda x: x[0]["gradients"] + x[1]["peak"])
     weights = size * sum(count(s.model)) / s.tensor_parallel_size
     sampler = {

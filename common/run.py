@@ -268,8 +268,8 @@ def largest(number: int) -> int:
 
 @contextlib.contextmanager
 def lend(model: torch.nn.Module, device: torch.device):
-    """In this context the weights of `model` are on the device. The host keeps its own, so that
-    nothing has to be copied back."""
+    """In this context the weights of `model` are on the device. The host keeps its own, so nothing
+    has to be copied back."""
     tensors = [*model.parameters(), *model.buffers()]
     kept = [tensor.data for tensor in tensors]
     for tensor in tensors:
@@ -277,6 +277,8 @@ def lend(model: torch.nn.Module, device: torch.device):
     yield
     for tensor, data in zip(tensors, kept, strict=True):
         tensor.data = data
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what is freed would fit few of the update's tensors
 
 
 CHUNK = 2**24  # elements of a tensor that are float32 at a time, while vLLM needs the memory

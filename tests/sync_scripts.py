@@ -21,7 +21,7 @@ PASSAGES = {
     "schedule": ("def learning_rate_at(", "return peak * "),
     "flags of the model": ("dtype: Literal", "share of a GPU's memory for vLLM"),
     "processes": ("import deepspeed", "deepspeed.init_distributed("),
-    "set-up": ("trusted = ", "ref_model = run.load_model"),
+    "set-up": ("trusted = ", "ref_model = copy.deepcopy"),
     "optimizer": ("adamw = ", '"optimizer": '),
     "flags of ends": ("grace_seconds: float", "NaN or infinity"),
     "engine": ("policy, *_ = deepspeed.initialize(", "model=model, model_parameters="),

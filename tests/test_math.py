@@ -252,12 +252,18 @@ def test_activations_computed_again_give_the_same_gradient():
 def test_lent_weights_are_copies_and_the_host_s_come_back(model, monkeypatch):
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in tensors.items()}
+    ids = torch.tensor([[1, 2, 3]])
+    expected = model(ids).logits
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", lambda self, device: self.clone())  # as to a GPU
-        with run.lend(model, torch.device("cpu")):
-            assert all(tensor.data_ptr() != before[name][0] for name, tensor in tensors.items())
-            for tensor in tensors.values():
-                tensor.data.zero_()
+        patch.setattr(torch.Tensor, "to", lambda self, device: self.clone())
+        lent = run.lend(model, torch.device("cpu"))
+        lent.__enter__()
+    assert all(tensor.data_ptr() != before[name][0] for name, tensor in tensors.items())
+    assert torch.equal(model(ids).logits, expected)
+    for tensor in tensors.values():
+        tensor.data.zero_()
+    assert not model(ids).logits.any()  # it computes with the copies
+    lent.__exit__(None, None, None)
     for name, tensor in tensors.items():
         assert tensor.data_ptr() == before[name][0] and torch.equal(tensor, before[name][1])
 

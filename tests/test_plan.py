@@ -87,6 +87,15 @@ def test_bytes_of_an_engine_by_hand(model):
     assert 2 * own <= found["gradients"] <= 2 * (own + 2 * largest)
 
 
+def test_the_reference_model_is_on_a_gpu_in_its_own_phase_only(model):
+    for device, phases in ("cuda", ["reference"]), ("cpu", None):
+        memory = plan.plan_memory(setting(model, device=device), gpu_memory=1)
+        having = [name for name, parts in memory.items() if parts.get("reference weights")]
+        assert having == (phases or list(memory))
+    assert "vLLM weights" not in memory["reference"] and memory["reference"]["log-probs"] > 0
+    assert memory["reference"]["reference weights"] * 2**30 == 2 * sum(plan.count(model))
+
+
 def test_activations_grow_with_tokens_and_not_with_ranks(model):
     one, two = (plan.trace(setting(model, micro_batch_tokens=n), False) for n in (2048, 4096))
     assert two["kept"] == pytest.approx(2 * one["kept"], rel=0.02)

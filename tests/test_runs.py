@@ -502,6 +502,9 @@ def test_broken_numbers_can_be_skipped_and_counted(faults, script, fault):
     assert sum(skipped) > 0 and all(math.isfinite(x) for m in found["metrics"] for x in m.values())
     if script == "vineppo":  # one minibatch of four; the row of a log-prob is in one of each epoch
         assert skipped == [0.25 if fault in ("gradient", "loss") else 0.5]
+        (line,) = found["metrics"]
+        assert ("policy/old_logprob" in line) == (fault != "logprob")
+        assert ("policy/ref_logprob" in line) == (fault != "reference")
 
 
 def test_a_stale_engine_trains_no_model(faults):

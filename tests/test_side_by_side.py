@@ -20,7 +20,7 @@ from tests.sync_scripts import (
 )
 from tests.sync_scripts import read_file as read
 
-BUDGETS = {"vineppo.py": 539, "ppo.py": 563, "grpo.py": 450, "rloo.py": 455, "sft.py": 320}
+BUDGETS = {"vineppo.py": 540, "ppo.py": 564, "grpo.py": 450, "rloo.py": 456, "sft.py": 320}
 BUDGETS |= {"restem.py": 400, "dpo_pos.py": 440}
 # Rows of `diff -y` that differ, docstrings and flags counted: the least that the estimators allow,
 # with a few rows to spare.
