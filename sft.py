@@ -124,8 +124,7 @@ def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction
 # ==== 5. set-up ===================================================================================
 def main(args: Args) -> None:
     _, world_size = run.set_up_processes()
-    names = ("batch_size", "micro_batch_tokens", "save_every", "keep_checkpoints", "eval_problems")
-    run.check_at_least_1(args, *names)
+    run.check_args(args)
     require(args.num_epochs > 0, f"--num-epochs {args.num_epochs}: must be above 0")
     is_embedded = args.model == "embedded"
     require(

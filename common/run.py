@@ -93,10 +93,11 @@ def check_args(args) -> None:
     """Raises UsageError for flags out of range, of those that several scripts have."""
     names = ("num_prompts", "group_size", "minibatch_size", "num_iterations", "update_epochs")
     names += ("max_response_len", "micro_batch_tokens", "eval_problems", "eval_rounds")
-    names += ("save_every", "keep_checkpoints")
+    names += ("save_every", "keep_checkpoints", "batch_size")
     check_at_least_1(args, *(name for name in names if hasattr(args, name)))
     require(args.grace_seconds >= 0, f"--grace-seconds {args.grace_seconds}: must be 0 or more")
-    check_sampling(args, "temperature", "eval_temperature")
+    if hasattr(args, "temperature"):
+        check_sampling(args, "temperature", "eval_temperature")
     require(args.eval_every >= 0, f"--eval-every {args.eval_every}: must be 0 (never) or more")
     positive = ("learning_rate", "max_grad_norm", "clip_coef", "clip_coef_value")
     for name in (*positive, "critic_learning_rate"):

@@ -110,6 +110,8 @@ CASES = [
     ("a beta of 0", ["dpo_pos.py", "--beta", "0"], "--beta 0.0: must be above 0"),
     ("a negative penalty", ["dpo_pos.py", "--penalty", "-1"], "--penalty -1.0: must be 0 (plain DPO) or more"),
     ("no pairs", ["dpo_pos.py", "--max-pairs", "0"], "--max-pairs 0: must be at least 1"),
+    ("a learning rate of 0", ["sft.py", "--learning-rate", "0"], "--learning-rate 0.0: must be above 0"),
+    ("no problems in a batch", ["sft.py", "--batch-size", "0"], "--batch-size 0: must be at least 1"),
     ("no epochs", ["sft.py", "--num-epochs", "0"], "--num-epochs 0.0: must be above 0"),
     ("the embedded model for other text", ["sft.py", *JSONL, "FOLDER/good"], "--model embedded knows the characters of --task chain only, not those of jsonl"),
     ("no responses", ["evaluate.py", "--model", "FOLDER/model", "--rounds", "0"], "--rounds 0: must be at least 1"),
