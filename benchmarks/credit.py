@@ -106,9 +106,10 @@ def main(
 Written by `python -m benchmarks.credit`, {time.strftime("%Y-%m-%d")}. {describe_machine()}; {jobs}
 runs at a time, {threads_of_a_run(jobs)} of {os.cpu_count()} cores for each. Seeds
 {", ".join(map(str, seeds))}: the mean (lowest to highest). pass@1 on 250 validation problems, 4
-responses each, temperature 0.35, every second iteration, on a straight line between two. Schedules
-of 20 iterations where nothing else is said, the learning rate falling to 0 over them. Seconds and
-tokens are of training, without evaluation, but for RestEM, whose walk needs its own.
+responses each, temperature 0.35, every second iteration (RestEM: each of its own, of 320 responses,
+by the problems that choose its checkpoint), on a straight line between two. Schedules of 20
+iterations where nothing else is said, the learning rate falling to 0 over them. Seconds and tokens
+are of training, without evaluation, but for RestEM, whose walk needs its own.
 
 {table(header, rows)}{END}
 """
