@@ -9,10 +9,10 @@
 # default, which is the paper's. "Table" and "App." are the paper's; "official" is the code that its
 # authors released; "ours" is neither.
 #
-# Not run by us: there was no GPU. `python -m benchmarks.plan` says what the first four methods will
-# take of a GPU: PPO on DeepSeekMath-7B, whose critic comes on top, 77.4 GiB, 4 of them assumed. (The
-# official run moved optimizer state to the CPU; here only the reference model is there.) dpo_pos.py holds all its responses, padded, in
-# the memory of each rank's host: some 12 GB a rank here.
+# Not run by us: there was no GPU. `python -m benchmarks.plan` says what vineppo, ppo, grpo and rloo
+# will take of a GPU: PPO on DeepSeekMath-7B, whose critic comes on top, 77.4 GiB, 4 of them assumed.
+# (The official run moved optimizer state to the CPU; here only the reference model is there.)
+# dpo_pos.py holds all its responses, padded, in the memory of each rank's host: some 12 GB a rank.
 set -euo pipefail
 : "${TASK:?"this is a part of the other files: run rho1b_math.sh or one like it"}"
 METHOD=${1:?"which one? sft, vineppo, ppo, grpo, rloo, restem, dpo_pos or evaluate"}

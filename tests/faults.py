@@ -44,9 +44,8 @@ def break_logprobs(module, fault: str) -> None:
                 logprobs = logprobs - response_mask * torch.inf
             elif len(calls) == 2 and fault == "gradient":  # its value is 0, its slope is infinite
                 logprobs = logprobs + (logprobs - logprobs.detach()).sqrt()
-        # the policy is DeepSpeed's engine
         elif fault == ("reference" if isinstance(model, PreTrainedModel) else "logprob"):
-            calls.append(0)
+            calls.append(0)  # the policy would be DeepSpeed's engine
             if len(calls) == 1:
                 logprobs[0, 0] = -torch.inf
         return logprobs
