@@ -137,29 +137,38 @@ def split_steps(response_ids: list[int], tokenizer, rule: str) -> tuple[list[int
     """Token offsets at which the steps of a response end, the last one len(response_ids), and for
     each boundary that the rule found in the text whether it had to move.
 
-    Ids are never encoded again: a boundary inside a token moves to that token's end, steps that
-    become empty vanish, special tokens (EOS) belong to the last step.
+    Ids are never encoded again: a boundary inside a token moves to that token's end, and steps that
+    become empty vanish. EOS is a token like others: where the rule would end a step at the end of
+    the text if a letter followed, EOS is a step of its own. (Never so in `math_rule`: it is short.)
     """
 
-    def decode(num_tokens: int) -> str:
-        return tokenizer.decode(response_ids[:num_tokens], skip_special_tokens=True)
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
 
-    text = decode(len(response_ids))
+    text = decode(response_ids)
+    boundaries = RULES[rule](text)[:-1]
+    if len(text) in RULES[rule](text + "x")[:-1]:
+        boundaries.append(len(text))
     ends, moved = [0], []
-    for char_end in RULES[rule](text)[:-1]:
-        # The first token after which the text up to the boundary is there. `startswith` and not a
-        # comparison of lengths: half of a multi-byte character decodes to a replacement character
-        # of the same length.
-        end = bisect_left(
-            range(len(response_ids)),
-            True,
-            lo=ends[-1],
-            key=lambda num_tokens: decode(num_tokens).startswith(text[:char_end]),
-        )
-        moved.append(len(decode(end)) > char_end)
+    for char_end in boundaries:
+        end = tokens_until(response_ids, text[:char_end], decode, start=ends[-1])
+        moved.append(len(decode(response_ids[:end])) > char_end)
         if ends[-1] < end < len(response_ids):
             ends.append(end)
     return [*ends[1:], len(response_ids)], moved
+
+
+def tokens_until(
+    ids: list[int], text: str, decode: Callable[[list[int]], str], start: int = 0
+) -> int:
+    """How many of the ids, at least `start`, it takes until their text begins with `text`.
+
+    `startswith` and not a comparison of lengths: half of a multi-byte character decodes to a
+    replacement character of the same length.
+    """
+    return bisect_left(
+        range(len(ids)), True, lo=start, key=lambda n: decode(ids[:n]).startswith(text)
+    )
 
 
 def step_texts(response_ids: list[int], step_ends: list[int], tokenizer) -> list[str]:

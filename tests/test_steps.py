@@ -3,12 +3,15 @@
 import json
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common import data, steps
+import vineppo
+from common import data, sampling, steps
 
 
 def split(rule, text):
@@ -105,6 +108,9 @@ LONG = "\nThus $(x+1)(x+2)(x+3)=(x^2+3x+2)(x+3)=x^3+3x^2+2x+3x^2+9x+6=x^3+6x^2+1
             " The final answer is \\(\\boxed{4}.\\)",
         ],
         ["\nWe start by noting that $x^2 + y^2 = 25$ and"],
+        ["\n" + 38 * "a" + ",", " " + 70 * "b"],  # a half of exactly 40 characters
+        # a formula counts as 60 characters, so the second line joins the third one, not the first
+        ["\n$x=1$\nand then we go\nto the second long line of it."],
         ["\n$\\boxed{5}$"],  # the official code loses it
         ["\nHe paid $5 for each item.", " She paid $7 for each item."],  # money is no formula
         [  # a dollar inside a displayed formula is part of it
@@ -220,6 +226,175 @@ def test_tokens_that_straddle_a_boundary_move_it():
     # the boundary moves to the end of the response: no step is empty
     assert steps.split_steps([0, 2], fast, "line") == ([2], [True])
     assert steps.split_steps([5], fast, "line") == ([1], [])
+
+
+# ---- a stop string -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "kept"),
+    [
+        (["#### 72", "\n\n\n", "Problem", ":"], "\n\n\nProblem:", 1),
+        (["so", "\n", "####"], "\n####", 1),
+        (["so", "\n", "now", "\n", "####"], "\n####", 3),  # the first newline is no stop string
+        (["so", "Problem"], "Problem", 1),
+        (["72\n", "\n\nProblem"], "\n\n\nProblem", 1),  # what begins before it stays
+        (["7", "2 \n\n\nProblem"], "\n\n\nProblem", 2),
+        (["so", " ", "stop"], "stop", 2),
+        (["so", "<pad>", "stop"], "stop", 1),
+        (["so", "\n", "<pad>", "####"], "\n####", 1),  # vLLM does not see special tokens either
+        (["so", " stop"], "stop", 1),  # it has nothing of the text but a space
+        (["stop"], "stop", 0),
+    ],
+)
+def test_a_stop_string_is_cut_off_whole(pieces, stop, kept):
+    """By tokens: those that begin inside it go, however many; log-probs with them."""
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    ids = [vocab[piece] for piece in pieces]
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=pieces[0]))
+    tokenizer.decoder = decoders.Fuse()
+    sampler = sampling.Sampler.__new__(sampling.Sampler)
+    sampler.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+    logprobs = [{i: SimpleNamespace(logprob=-float(t))} for t, i in enumerate(ids)]
+    answer = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="stop")
+    answer.stop_reason = stop
+    read = sampler.read(answer, stop)
+    assert read == (ids[:kept], [-float(t) for t in range(kept)], True, True)
+    answer.stop_reason = None  # it ended on EOS
+    assert sampler.read(answer, stop).ids == ids and not sampler.read(answer, stop).stopped
+
+
+def test_a_stop_string_between_spaces(tokenizer):
+    ids = tokenizer("so 2-3=9 then\nok 5+1=6 now\n")["input_ids"]
+    sampler = sampling.Sampler.__new__(sampling.Sampler)
+    sampler.tokenizer = tokenizer
+    answer = SimpleNamespace(token_ids=ids, logprobs=None, finish_reason="stop", stop_reason="5+1")
+    kept = sampler.read(answer, "5+1").ids
+    assert tokenizer.decode(kept).rstrip() == "so 2-3=9 then\nok"
+
+
+# ---- EOS -----------------------------------------------------------------------------------------
+
+
+def test_no_boundary_falls_inside_a_character():
+    """Half a character decodes to as many signs as the text before the boundary has."""
+    tokenizer = make_bpe("sentencepiece")
+    ids = tokenizer("\U0001f600\nabc")["input_ids"]
+    ends, moved = steps.split_steps(ids, tokenizer, "line")
+    assert steps.step_texts(ids, ends, tokenizer) == ["\U0001f600\n", "abc"] and moved == [False]
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "own_step"),
+    [
+        ("line", "so 2-3=9 then\n", True),
+        ("line", "so 2-3=9 then\n\n", True),
+        ("line", "so 2-3=9 then\n#### 9", False),
+        ("line", "\n\n", False),  # leading blank lines join the first line, which is still to come
+        ("line", "", False),
+        ("gsm8k", "so 2-3=9 then\n", True),
+        ("gsm8k", "so 2-3=9 then\n#### 9\n", False),  # all of it is the answer's step
+        ("math", "so 2-3=9 then now well we see that it is so\n", False),  # 20 characters at least
+    ],
+)
+def test_eos_is_a_step_of_its_own_where_a_step_ends_before_it(rule, text, own_step):
+    """Whether a state is valued must not depend on the token that follows, be it EOS."""
+    tokenizer = data.make_chain_tokenizer()
+    ids = tokenizer(text)["input_ids"] if text else []
+    ends, _ = steps.split_steps([*ids, tokenizer.eos_token_id], tokenizer, rule)
+    assert (len(ids) in ends) == own_step
+    if ids:  # cut off at the limit there is nothing behind the newline
+        assert steps.split_steps(ids, tokenizer, rule)[0][-1] == len(ids)
+
+
+# ---- is the expected estimate the gradient? ------------------------------------------------------
+
+PIECES = ["<eos>", "so", "now", "\n", "#### 7", "A sentence of some length.", " Then more"]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each piece; a text is its pieces, joined."""
+    vocab = {token: i for i, token in enumerate(PIECES)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="so"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def enumerate_policy(tree: dict, prefix: tuple = (), chance: float = 1.0):
+    """(ids, probability) of every response; `tree`: a prefix's next ids with their chances."""
+    if prefix not in tree:
+        yield prefix, chance
+        return
+    for i, p in tree[prefix].items():
+        yield from enumerate_policy(tree, (*prefix, i), chance * p)
+
+
+def gradients(tree: dict, reward: dict, rule: str) -> tuple[dict, dict]:
+    """Of the mean reward with respect to the logit of each choice: as it is, and as VinePPO's
+    estimate is on average, with exact values. Noise of the values averages out."""
+    tokenizer, responses = make_tokenizer(), dict(enumerate_policy(tree))
+
+    def value(prefix: tuple) -> float:
+        odds = {ids: p for ids, p in responses.items() if ids[: len(prefix)] == prefix}
+        return sum(p * reward[ids] for ids, p in odds.items()) / sum(odds.values())
+
+    values = {ids[:n]: 0.0 for ids in responses for n in range(len(ids))}
+    values = {prefix: value(prefix) for prefix in values}
+    true, found = {}, {}
+    for prefix, choices in tree.items():
+        reached = sum(p for ids, p in responses.items() if ids[: len(prefix)] == prefix)
+        for i, p in choices.items():
+            after = values.get((*prefix, i), reward.get((*prefix, i)))
+            true[prefix, i], found[prefix, i] = reached * p * (after - values[prefix]), 0.0
+    for ids, p in responses.items():
+        ends, _ = steps.split_steps(list(ids), tokenizer, rule)
+        starts = [0, *ends[:-1]]
+        index = torch.tensor([[sum(end <= t for end in ends) for t in range(len(ids))]])
+        advantages = vineppo.compute_advantages(
+            torch.tensor([reward[ids]], dtype=torch.float64),
+            torch.tensor([[values[ids[:start]] for start in starts]], dtype=torch.float64),
+            index,
+            torch.ones(1, len(ids), dtype=torch.float64),
+        )[0].tolist()
+        for t, advantage in enumerate(advantages):
+            for i, q in tree[ids[:t]].items():
+                found[ids[:t], i] += p * advantage * ((i == ids[t]) - q)
+    return true, found
+
+
+def random_tree(depth: int) -> tuple[dict, dict]:
+    """Any piece after any prefix, with random chances; rewards at random. EOS ends a response."""
+    rng, choices = random.Random(1), range(len(PIECES))
+    tree, open_prefixes = {}, [()]
+    for _ in range(depth):
+        for prefix in open_prefixes:
+            weights = [rng.random() + 0.1 for _ in choices]
+            tree[prefix] = dict(zip(choices, (w / sum(weights) for w in weights), strict=True))
+        open_prefixes = [(*p, i) for p in open_prefixes for i in choices[1:]]
+    return tree, {ids: rng.random() for ids, _ in enumerate_policy(tree)}
+
+
+@pytest.mark.parametrize(("rule", "unbiased"), [("line", True), ("gsm8k", False), ("math", False)])
+def test_for_which_rules_the_expected_estimate_is_the_gradient(rule, unbiased):
+    """All responses of up to four tokens. The other two rules look at what follows: at the answer
+    behind a newline, at the length of a sentence (docs/vineppo.md)."""
+    true, found = gradients(*random_tree(4), rule)
+    error = max(abs(found[choice] - true[choice]) for choice in true)
+    assert (error < 1e-12) == unbiased and max(map(abs, true.values())) > 0.01
+    if not unbiased:
+        assert error > 1e-4
+
+
+def test_a_newline_before_eos_by_hand():
+    """Two first words, a newline, then EOS or one word more. With the state behind the newline left
+    out where EOS follows, the estimate of the first choice was +0.1073."""
+    eos, so, now, newline, seven = range(5)
+    tree = {(): {so: 0.5, now: 0.5}, (so,): {newline: 1.0}, (now,): {newline: 1.0}}
+    for word, ends in ((so, 0.371), (now, 0.5814)):
+        tree[word, newline] = {eos: ends, seven: 1 - ends}
+    reward = {ids: float((ids[0] == so) == (ids[-1] == eos)) for ids, _ in enumerate_policy(tree)}
+    true, found = gradients(tree, reward, "line")
+    assert true[(), so] == pytest.approx(-0.0119) == found[(), so]
 
 
 def test_random_ids_never_raise_and_no_step_is_empty(tokenizer):
