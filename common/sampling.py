@@ -12,6 +12,7 @@ import torch.distributed as dist
 from common import require
 from common.grading import grade_all
 from common.run import count_tokens, gather, seed_of, share, whole
+from common.steps import tokens_until
 
 # The engine runs in this process (its default is a process of its own): it shares our
 # torch.distributed world, our memory and our random generators.
@@ -25,7 +26,7 @@ class Sample(NamedTuple):
     ids: list[int]  # EOS included where the model ended on it
     logprobs: list[float]  # of the ids, temperature 1, no top-p
     finished: bool  # ended by EOS or a stop string, not cut by max_tokens
-    stopped: bool  # ended by a stop string, whose ids have been cut off
+    stopped: bool  # ended by a stop string; the ids that begin inside it are cut off
 
 
 class Sampler:
@@ -129,8 +130,13 @@ class Sampler:
     def read(self, output, stop: str) -> Sample:
         ids = list(output.token_ids)
         stopped = bool(stop) and output.stop_reason == stop
-        while stopped and stop in self.tokenizer.decode(ids):
-            ids.pop()
+        if stopped:  # without the tokens that begin inside the stop string
+            decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+            text, _, _ = decode(ids).partition(stop)
+            kept = tokens_until(ids, text, decode)
+            if decode(ids[:kept]) != text:  # the last one has spaces before the stop string at most
+                kept = tokens_until(ids, text.rstrip(" "), decode)
+            ids = ids[:kept]
         logprobs = [
             position[i].logprob for i, position in zip(ids, output.logprobs or [], strict=False)
         ]
