@@ -198,6 +198,7 @@ def load_problems(task: str, split: str, data_dir: str = "") -> list[Problem]:
     rows = read_jsonl(os.path.join(data_dir, f"{file}.jsonl"), ("prompt", "answer"))
     for row in rows:
         check_answer(task, row["answer"], row["where"])
+    check_disjoint(rows, file, data_dir)
     return [Problem(row["prompt"], row["answer"], row.get("solution")) for row in rows]
 
 
@@ -206,6 +207,21 @@ def check_answer(task: str, answer: str, where: str) -> None:
         RULES[TASKS[task].grading_rule].is_gradable(answer),
         f"{where}: the answer {answer!r:.60} is no number, so no response could be right",
     )
+
+
+def check_disjoint(rows: list[dict], file: str, data_dir: str) -> None:
+    """Raises UsageError where one of these problems stands in another file of the folder too,
+    perhaps with other line ends or more spaces: what is trained on must not be evaluated on."""
+    places = {tuple(row["prompt"].split()): row["where"] for row in rows}
+    for other in sorted({*SPLITS} - ({"sft", "train"} if file in ("sft", "train") else {file})):
+        path = os.path.join(data_dir, f"{other}.jsonl")
+        for row in read_jsonl(path, ("prompt",)) if os.path.exists(path) else ():
+            place = places.get(tuple(row["prompt"].split()))
+            require(
+                place is None,
+                f"{place}: the problem {row['prompt']!r:.60} is that of {row['where']} too: take "
+                "it out of one of them, or scores would be of problems that were trained on",
+            )
 
 
 @functools.cache  # one file holds two splits
@@ -389,18 +405,23 @@ def encode_solutions(
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, solution ids with EOS) of the problems that have at most `max_len` tokens.
 
-    Prompt and solution are encoded apart, as sampling will see them. Raises UsageError when nothing
-    is left.
+    A solution is encoded behind its prompt, as sampling writes it: some tokenizers put a space mark
+    before a text that stands alone. Only where its first characters would join the last token of
+    the prompt, which sampling has already, it is encoded alone. Raises UsageError when nothing is
+    left.
     """
     prompt_ids = encode(problems, tokenizer)
-    solution_ids = [
-        [
-            *tokenizer(problem.solution, add_special_tokens=False)["input_ids"],
-            tokenizer.eos_token_id,
-        ]
-        for problem in problems
-    ]
-    pairs = list(zip(prompt_ids, solution_ids, strict=True))
+    texts = [problem.prompt + problem.solution for problem in problems]
+    whole_ids = tokenizer(texts, verbose=False)["input_ids"] if problems else []
+    pairs = []
+    for problem, prompt, whole in zip(problems, prompt_ids, whole_ids, strict=True):
+        solution = whole[len(prompt) :]
+        if whole[: len(prompt)] != prompt:
+            solution = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
+            text = problem.prompt + problem.solution
+            if tokenizer.decode(prompt + solution[1:], skip_special_tokens=True) == text:
+                solution = solution[1:]  # without the space mark
+        pairs.append((prompt, [*solution, tokenizer.eos_token_id]))
     kept = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= max_len]
     require(
         kept or not problems,

@@ -9,11 +9,13 @@ from collections import Counter
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from common import UsageError, data
+from common import UsageError, data, run
 from common.grading import extract_boxed, grade, grade_boxed
 from tests.conftest import ROOT, read_jsonl
+from tests.test_steps import make_bpe
 
 DATA = os.path.join(ROOT, "..", "shared", "data")
 GSM8K = os.path.join(DATA, "gsm8k")
@@ -362,12 +364,83 @@ def test_one_bos_where_the_tokenizer_adds_one_and_one_eos_behind_a_solution():
     vocab = {token: i for i, token in enumerate(["<bos>", "<eos>", "a", "b"])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="b"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer.post_processor = TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])]
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
-    problem = data.Problem("a b", "1", "b a")
+    problem = data.Problem("a b", "1", " b a")
     assert data.encode_prompts([problem], fast, 9)[1] == [[0, 2, 3]]
     assert data.encode_solutions([problem], fast, 9) == [([0, 2, 3], [3, 2, 1])]
+
+
+@pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
+def test_a_solution_is_encoded_as_sampling_writes_it(kind):
+    """Behind its prompt: without the space mark of a text that stands alone. What is learnt decodes
+    to prompt and solution, and the prompt's ids are those that sampling starts from."""
+    tokenizer = make_bpe(kind)
+    problem = data.Problem("She has 4.\n", "7", "He has 3 apples.\n#### 7")
+    ((prompt_ids, solution_ids),) = data.encode_solutions([problem], tokenizer, 99)
+    assert prompt_ids == tokenizer(problem.prompt)["input_ids"]
+    assert [*prompt_ids, *solution_ids[:-1]] == (
+        tokenizer(problem.prompt + problem.solution)["input_ids"]
+    )
+    alone = tokenizer(problem.solution)["input_ids"]
+    assert (solution_ids[:-1] == alone) == (kind == "byte")
+    assert solution_ids[-1] == tokenizer.eos_token_id
+    text = tokenizer.decode([*prompt_ids, *solution_ids], skip_special_tokens=True)
+    assert text == problem.prompt + problem.solution
+
+
+@pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
+def test_a_solution_that_begins_inside_a_token_of_its_prompt(kind):
+    """ "4." and a newline would be one token: the prompt has its "4." already, so the solution is
+    encoded alone, without the space mark and without a second BOS."""
+    tokenizer = make_bpe(kind)
+    tokenizer.bos_token = "<eos>"
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", tokenizer.bos_token_id)]
+    )
+    problem = data.Problem("She has 4.", "7", "\n#### 7\n\nHe")
+    whole = tokenizer(problem.prompt + problem.solution)["input_ids"]
+    ((prompt_ids, solution_ids),) = data.encode_solutions([problem], tokenizer, 99)
+    assert whole[: len(prompt_ids)] != prompt_ids == tokenizer(problem.prompt)["input_ids"]
+    assert prompt_ids[0] == tokenizer.bos_token_id not in solution_ids[:-1]
+    text = tokenizer.decode([*prompt_ids, *solution_ids], skip_special_tokens=True)
+    assert text == problem.prompt + problem.solution
+
+
+SPLIT_FILES = [("train", "validation"), ("train", "test"), ("validation", "test")]
+SPLIT_FILES += [("sft", "validation"), ("sft", "test")]
+
+
+@pytest.mark.parametrize(("one", "other"), SPLIT_FILES)
+def test_a_problem_that_two_splits_have_is_named(one, other, tmp_path):
+    """Whichever of the two is read; more spaces hide nothing."""
+    for number, name in enumerate(("sft", "train", "validation", "test")):
+        row = {"prompt": f"what is {number}?", "answer": "1"}
+        write(tmp_path, json.dumps(row) + "\n", f"{name}.jsonl")
+    for name in ("sft", "train", "validation", "test"):
+        assert len(data.load_problems("jsonl", name, str(tmp_path))) == 1
+    rows = [{"prompt": f"is {name} new?", "answer": "1"} for name in (one, other)]
+    for name, row, spaces in zip((one, other), rows, (" ", "  \n"), strict=True):
+        both = [row, {"prompt": f"the same{spaces}twice", "answer": "2"}]
+        write(tmp_path, "".join(json.dumps(r) + "\n" for r in both), f"{name}.jsonl")
+    for name, twin in ((one, other), (other, one)):
+        with pytest.raises(
+            UsageError, match=rf"{name}.jsonl:2: .*same.* {tmp_path}/{twin}.jsonl:2"
+        ):
+            data.load_problems("jsonl", name, str(tmp_path))
+
+
+def test_sft_and_train_may_share_problems(tmp_path):
+    for name in ("sft", "train"):
+        write(tmp_path, json.dumps({"prompt": "a", "answer": "1"}), f"{name}.jsonl")
+    for name in ("sft", "train"):
+        assert data.load_problems("jsonl", name, str(tmp_path)) == [("a", "1", None)]
+
+
+def test_added_tokens_count():
+    """Their rows are no padding: EOS is often one of them."""
+    tokenizer = data.make_chain_tokenizer()
+    tokenizer.add_tokens(["<tool>"])
+    assert tokenizer.vocab_size == 34 and run.count_tokens(tokenizer) == 35

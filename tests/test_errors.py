@@ -20,7 +20,8 @@ PROBLEM = '{"prompt": "1+1=?", "answer": "2"}\n'
 
 # folder/train.jsonl (and validation.jsonl, if the second is not None)
 FILES: dict[str, tuple[bytes | str | None, str | None]] = {
-    "good": (PROBLEM, PROBLEM),
+    "good": (PROBLEM, PROBLEM.replace("1+1", "1+2")),
+    "common": (PROBLEM, PROBLEM),
     "nothing": (None, None),
     "empty": ("", None),
     "half": (PROBLEM + '{"prompt": \n', None),
@@ -131,6 +132,7 @@ CASES = [
     ("another encoding", [*JSONL, "FOLDER/latin"], "FOLDER/latin/train.jsonl: not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 15: invalid continuation byte)"),
     ("half a character", [*JSONL, "FOLDER/surrogate"], 'FOLDER/surrogate/train.jsonl:1: "prompt" has half of a character (a lone surrogate)'),
     ("an id twice", [*JSONL, "FOLDER/twice"], "FOLDER/twice/train.jsonl:2: the id 'a' is that of FOLDER/twice/train.jsonl:1 too"),
+    ("a problem to train on and to evaluate on", [*JSONL, "FOLDER/common"], "FOLDER/common/train.jsonl:1: the problem '1+1=?' is that of FOLDER/common/validation.jsonl:1 too: take it out of one of them, or scores would be of problems that were trained on"),
     ("prompts that leave no room", [*JSONL, "FOLDER/long", "--model", "FOLDER/model"], "all 1 prompts have more than 48 tokens (--max-model-len less --max-response-len): raise the first or lower the second"),
     ("a second BOS", [*JSONL, "FOLDER/bos", "--model", "FOLDER/adds_bos"], "the prompt '####1+1=?' begins with '####', and the tokenizer puts one before it: take it out of the data"),
     ("no solutions to learn from", ["sft.py", *JSONL, "FOLDER/good", "--model", "FOLDER/model"], "--task jsonl: no \"solution\" for '1+1=?'"),
