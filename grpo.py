@@ -321,16 +321,15 @@ def main(args: Args) -> None:
         gap = torch.zeros(2)  # sum of |sampler - trainer|, number of tokens
         passes = run.plan_passes(range(num_responses), sequence_lens, args.micro_batch_tokens)
         with torch.no_grad():
-            for i, (rows, weight) in enumerate(passes):
+            for rows, weight in passes:
                 inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
                 old = compute_logprobs(policy, *inputs, args.temperature).cpu()
                 old_logprobs[rows] += old * weight
-                if i == 0:  # a few rows, at temperature 1: the sampler's log-probs are raw
-                    some = rows[-4:]
-                    inputs = run.take(some, device, input_ids, prompt_lens, response_mask)
-                    raw = compute_logprobs(policy, *inputs, temperature=1.0).cpu()
-                    differences = (raw - sampler_logprobs[some]).abs() * response_mask[some]
-                    gap += torch.stack([differences.sum(), response_mask[some].sum()]) * weight
+                last = rows[-1:]  # the longest, at temperature 1: the sampler's log-probs are raw
+                inputs = run.take(last, device, input_ids, prompt_lens, response_mask)
+                raw = compute_logprobs(policy, *inputs, temperature=1.0).cpu()
+                differences = (raw - sampler_logprobs[last]).abs() * response_mask[last]
+                gap += torch.stack([differences.sum(), response_mask[last].sum()]) * weight
         for tensor in (old_logprobs, gap):
             dist.all_reduce(tensor)
         metrics["tokens/padding"] = run.count_padding(passes, sequence_lens)

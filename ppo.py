@@ -197,7 +197,8 @@ def compute_value_loss(
     clipped = old_values + (new_values - old_values).clamp(-clip_coef_value, clip_coef_value)
     error, clipped_error = (new_values - returns).square(), (clipped - returns).square()
     loss = 0.5 * torch.max(error, clipped_error)
-    sums = {"loss/value": loss, "value/clip_fraction": (clipped_error > error).float()}
+    moved = (new_values - old_values).abs() > clip_coef_value  # else they differ by rounding
+    sums = {"loss/value": loss, "value/clip_fraction": (moved & (clipped_error > error)).float()}
     sums = {name: (x.detach() * response_mask).sum() for name, x in sums.items()}
     return (loss * response_mask).sum() / num_tokens, sums
 
@@ -399,16 +400,15 @@ def main(args: Args) -> None:
         gap = torch.zeros(2)  # sum of |sampler - trainer|, number of tokens
         passes = run.plan_passes(range(num_responses), sequence_lens, args.micro_batch_tokens)
         with torch.no_grad():
-            for i, (rows, weight) in enumerate(passes):
+            for rows, weight in passes:
                 inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
                 old = compute_logprobs(policy, *inputs, args.temperature).cpu()
                 old_logprobs[rows] += old * weight
-                if i == 0:  # a few rows, at temperature 1: the sampler's log-probs are raw
-                    some = rows[-4:]
-                    inputs = run.take(some, device, input_ids, prompt_lens, response_mask)
-                    raw = compute_logprobs(policy, *inputs, temperature=1.0).cpu()
-                    differences = (raw - sampler_logprobs[some]).abs() * response_mask[some]
-                    gap += torch.stack([differences.sum(), response_mask[some].sum()]) * weight
+                last = rows[-1:]  # the longest, at temperature 1: the sampler's log-probs are raw
+                inputs = run.take(last, device, input_ids, prompt_lens, response_mask)
+                raw = compute_logprobs(policy, *inputs, temperature=1.0).cpu()
+                differences = (raw - sampler_logprobs[last]).abs() * response_mask[last]
+                gap += torch.stack([differences.sum(), response_mask[last].sum()]) * weight
         for tensor in (old_logprobs, gap):
             dist.all_reduce(tensor)
         metrics["tokens/padding"] = run.count_padding(passes, sequence_lens)

@@ -266,12 +266,14 @@ def main(args: Args) -> None:
         input_ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
         sampler_logprobs = pad_sequence([torch.tensor(s.logprobs) for s in samples], True)
         passes = run.plan_passes(range(num_responses), sequence_lens, args.micro_batch_tokens)
-        rows, weight = passes[0]
-        with torch.no_grad():  # at temperature 1, because the sampler's log-probs are raw
-            inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
-            raw = compute_logprobs(model, *inputs, temperature=1.0).cpu()
-        differences = (raw - sampler_logprobs[rows]).abs() * response_mask[rows]
-        gap = torch.stack([differences.sum(), response_mask[rows].sum()]) * weight
+        gap = torch.zeros(2)  # sum of |sampler - trainer|, number of tokens
+        with torch.no_grad():
+            for rows, weight in passes:
+                last = rows[-1:]  # the longest, at temperature 1: the sampler's log-probs are raw
+                inputs = run.take(last, device, input_ids, prompt_lens, response_mask)
+                raw = compute_logprobs(model, *inputs, temperature=1.0).cpu()
+                differences = (raw - sampler_logprobs[last]).abs() * response_mask[last]
+                gap += torch.stack([differences.sum(), response_mask[last].sum()]) * weight
         dist.all_reduce(gap)
         metrics["policy/sampler_gap"] = (gap[0] / gap[1]).item()
         record = {"input_ids": input_ids, "prompt_lens": prompt_lens, "mask": response_mask}
