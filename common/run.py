@@ -160,10 +160,16 @@ def draw(num_items: int, start: int, count: int, *seed: int | str) -> list[int]:
     indices: list[int] = []
     while len(indices) < count:
         epoch, position = divmod(start + len(indices), num_items)
-        order = list(range(num_items))
-        random.Random(seed_of(*seed, epoch, "epoch")).shuffle(order)
+        order = shuffled(num_items, seed_of(*seed, epoch, "epoch"))
         indices += order[position : position + count - len(indices)]
     return indices
+
+
+@functools.lru_cache(maxsize=4)  # an epoch of many draws is shuffled once
+def shuffled(num_items: int, seed: int) -> tuple[int, ...]:
+    order = list(range(num_items))
+    random.Random(seed).shuffle(order)
+    return tuple(order)
 
 
 def make_micro_batches(rows: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Estimators and losses on numbers worked out by hand, and what must hold for any numbers."""
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -289,6 +290,14 @@ def test_draw_has_no_repeats_inside_an_epoch_and_needs_no_skipping():
     assert run.draw(10, 0, 25, 2) != whole
 
 
+def test_an_epoch_is_shuffled_once(monkeypatch):
+    shuffle, calls = random.Random.shuffle, []
+    monkeypatch.setattr(random.Random, "shuffle", lambda *a: (calls.append(1), shuffle(*a))[1])
+    for minibatch in range(30):
+        assert len(run.draw(100, minibatch * 10, 10, "a seed of this test")) == 10
+    assert len(calls) == 3
+
+
 def test_micro_batches_hold_every_row_once_within_the_budget():
     lengths = [5, 90, 17, 33, 64, 5, 41, 200]
     batches = run.make_micro_batches(range(8), lengths, 100)
@@ -323,6 +332,8 @@ def test_bootstrap_interval_is_about_two_standard_errors():
     assert low == pytest.approx(0.25 - 1.96 * error, abs=0.005)
     assert high == pytest.approx(0.25 + 1.96 * error, abs=0.005)
     assert evaluate.bootstrap_interval([1.0, 1.0], seed=0) == (1.0, 1.0)
+    for scores in ([1.0, 0.0], [0.0, 1.0]):  # each may be drawn alone
+        assert evaluate.bootstrap_interval(scores, seed=0) == (0.0, 1.0)
 
 
 # ---- groups --------------------------------------------------------------------------------------
