@@ -28,7 +28,8 @@ def quiet_environment(ranks: int = 1) -> dict[str, str]:
     """Without what a test that set up processes in this one has left in it."""
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in own}
-    return {**environment, "OMP_NUM_THREADS": "2" if ranks == 1 else "1"}
+    threads = os.environ.get("TEST_THREADS", "2") if ranks == 1 else "1"
+    return {**environment, "OMP_NUM_THREADS": threads}
 
 
 def call(*arguments: str, ranks: int = 1, fails: bool = False) -> subprocess.CompletedProcess:
@@ -57,10 +58,10 @@ def start_run(arguments, ranks: int, output=subprocess.PIPE, **variables) -> sub
 
 
 def copy_of_the_project(folder):
-    files = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in filter(None, files.stdout.split("\0")):
+    """As it stands in the work tree."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.check_output(listed, cwd=ROOT, text=True).split("\0")
+    for name in (name for name in names if os.path.isfile(f"{ROOT}/{name}")):
         os.makedirs(os.path.dirname(folder / name), exist_ok=True)
         shutil.copy(f"{ROOT}/{name}", folder / name)
     return folder
@@ -96,7 +97,10 @@ def differences(folder, whole) -> list[str]:
 
 @pytest.fixture(scope="session")
 def sft_model(tmp_path_factory) -> str:
-    """A third of the default SFT: enough for some rewards, in half a minute."""
+    """A third of the default SFT: enough for some rewards, in half a minute. SFT_MODEL: one that
+    was made before."""
+    if "SFT_MODEL" in os.environ:
+        return os.environ["SFT_MODEL"]
     folder = tmp_path_factory.mktemp("sft")
     call("sft.py", "--num-epochs", "0.24", "--output-dir", str(folder))
     return str(folder / "hf")
