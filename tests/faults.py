@@ -19,15 +19,18 @@ from common import RunError, grading, run
 from tests import replay
 
 OTHERS = ("restem", "dpo_pos", "sft")
+FAULTS = ("loss", "gradient", "logprob", "ratio", "stale", "stale at length", "stale before it")
 # (script, what breaks, --on-nan)
 CASES = [
-    *(("vineppo", fault, "stop") for fault in ("loss", "gradient", "logprob", "stale", "ratio")),
+    *(("vineppo", fault, "stop") for fault in FAULTS),
     *(("vineppo", fault, "skip") for fault in ("loss", "gradient", "logprob")),
     *((script, "gradient", "stop") for script in ("ppo", "grpo", "rloo", *OTHERS)),
     *((script, "gradient", "skip") for script in ("ppo", *OTHERS)),
     *((script, "loss", "skip") for script in OTHERS),
     ("vineppo", "reference", "skip"),
     ("ppo", "critic", "stop"),
+    ("restem", "stale at length", "stop"),
+    *((script, "ratio", "stop") for script in ("ppo", "grpo", "rloo")),
 ]
 SFT = dict(num_epochs=4 * 8 / 40_000, batch_size=8, eval_every=0)
 
@@ -96,6 +99,8 @@ def main(folder: str, model: str) -> None:
         options = replay.OPTIONS | dict(temperature=1.9) | replay.OF_SCRIPT.get(script, {})
         if script == "sft":
             options = SFT
+        elif fault.startswith("stale "):  # several micro-batches, the longest one in the last
+            options["micro_batch_tokens"] = 250
         replay.Replay.recorded = recorded
         if fault in ("loss", "gradient", "logprob", "reference"):
             break_logprobs(module, fault)
@@ -103,9 +108,17 @@ def main(folder: str, model: str) -> None:
             break_critic(module)
         elif fault == "ratio":
             explode_ratio(module)
-        else:  # the sampler's log-probs are those of other weights
+        else:  # the sampler's log-probs are those of other weights, for all, the longest, the rest
+            longest = max(len(s.ids) for group in recorded.values() for s in group)
+            stale = {"stale": (0, longest), "stale at length": (longest, longest)}
+            first, last = stale.get(fault, (0, longest - 1))
             replay.Replay.recorded = {
-                key: [s._replace(logprobs=[x - 0.01 for x in s.logprobs]) for s in group]
+                key: [
+                    s._replace(logprobs=[x - 0.01 for x in s.logprobs])
+                    if first <= len(s.ids) <= last
+                    else s
+                    for s in group
+                ]
                 for key, group in recorded.items()
             }
         norms.clear()

@@ -10,6 +10,7 @@ import os
 import random
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -53,16 +54,21 @@ def resume(folder: str) -> list[str]:
 
 
 def run_script(words: list[str]) -> None:
-    """In the process of a run: its script, with a mark at the start of each phase."""
+    """In the process of a run: its script, with a mark at the start of each phase. END_AT, say
+    "SIGTERM rollouts 2", sends rank 0 that signal when that phase begins for the second time."""
     from common import run
 
-    set_phase = run.Run.phase
+    set_phase, seen = run.Run.phase, []
+    end, end_phase, times = os.environ.get("END_AT", "none none 0").split()
 
     def phase(self, name: str) -> None:
         set_phase(self, name)
         if self.is_main:
+            seen.append(name)
             with open(os.environ["PHASES"], "a") as file:
                 file.write(f"{time.time()} {name or 'log'}\n")
+            if name == end_phase and seen.count(name) == int(times):
+                os.kill(os.getpid(), signal.Signals[end])
 
     run.Run.phase = phase
     sys.argv = words

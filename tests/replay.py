@@ -11,7 +11,7 @@ start once.
 import importlib
 import os
 import pickle
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import tyro
@@ -24,11 +24,13 @@ class Replay:
     """In place of the sampler, not under test here: the recorded samples of these prompts."""
 
     recorded: dict[tuple, list[sampling.Sample]]
+    seeds: ClassVar[set[int]] = set()  # asked for by this rank
 
     def __init__(self, model, *_):
         self.tokenizer = AutoTokenizer.from_pretrained(model)
 
-    def generate(self, prompt_ids, n, temperature, **_):
+    def generate(self, prompt_ids, n, temperature, seed, **_):
+        self.seeds.add(seed)
         return [self.recorded[n, temperature, *ids] for ids in prompt_ids]
 
     def sleep(self):
@@ -47,7 +49,8 @@ def replay_samples(folder: str) -> None:
     sampling.Sampler = Replay
 
 
-OPTIONS = dict(num_prompts=4, group_size=3, minibatch_size=6, learning_rate=1e-3, eval_every=0)
+# An odd number of responses, and of those of a minibatch: two ranks have unlike numbers of passes.
+OPTIONS = dict(num_prompts=5, group_size=3, minibatch_size=5, learning_rate=1e-3, eval_every=0)
 OF_SCRIPT = {
     "vineppo": dict(num_iterations=1, kl_coef=0.1, k=2),
     "ppo": dict(num_iterations=1, kl_coef=0.1, gamma=0.99, gae_lambda=0.95),
@@ -129,6 +132,8 @@ def main(
         )
         if rank == 0:
             torch.save(steps, output)
+    seeds = run.gather([*Replay.seeds])
+    assert len(set(seeds)) == len(seeds), "ranks draw with the same noise"
     if record and rank == 0:
         with open(file, "wb") as stream:
             plain = {key: [tuple(s) for s in group] for key, group in recorded.items()}

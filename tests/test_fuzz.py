@@ -76,9 +76,9 @@ LONG = [
     "\\boxed{" + "-" * 900 + "1}",
     "\\boxed{\\frac" * 80 + "}" * 80,
     "#### " + "9" * 100_000,
-    "####" * 30_000,
+    "####" * 300_000,
     "$" * 30_001 + "." * 30_000,
-    "\n" * 60_000,
+    "\n" * 600_000,
     "[asy]" * 9_000,
     "\\begin{align*}" * 3_000,
 ]
@@ -88,18 +88,20 @@ LONG = [
 def in_a_folder(tmp_path_factory):
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("fuzz"))
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grading, "TIME_LIMIT", 600)  # a busy machine decides nothing
+        yield
     assert os.listdir() == [] and not os.path.exists(f"{ROOT}/EXECUTED")  # by the worker
     os.chdir(before)
 
 
 @pytest.mark.parametrize("text", LONG, ids=range(len(LONG)))
 def test_long_ones_are_soon_wrong_and_lossless(text):
-    start = time.perf_counter()
+    start = time.thread_time()
     assert grading.grade(text, "5") == grading.grade_boxed(text, "5") == 0.0
     for rule in steps.RULES.values():
         assert [*rule(text)][-1] == len(text)
-    assert time.perf_counter() - start < 5  # seconds; quadratic time would take more
+    assert time.thread_time() - start < 30  # a busy machine changes nothing; some hundredths
 
 
 @fuzz(400)

@@ -164,4 +164,4 @@ def test_every_flag_is_used(script):
 
 def test_common_stays_small():
     paths = glob.glob(f"{ROOT}/common/*.py")
-    assert sum(len(pathlib.Path(path).read_text().splitlines()) for path in paths) <= 2650
+    assert sum(len(pathlib.Path(path).read_text().splitlines()) for path in paths) <= 2700

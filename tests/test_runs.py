@@ -96,24 +96,24 @@ def test_episodes_are_readable_and_their_credit_adds_up(finished):
 
 
 def test_terminated_then_killed_then_damaged_it_resumes_bit_for_bit(finished, sft_model, tmp_path):
-    """SIGTERM in the first iteration, kill -9 after the next checkpoint, which is then cut off."""
+    """SIGTERM in the first iteration, kill -9 in the third, whose checkpoint is then cut off."""
     whole, folder = finished[0], tmp_path / "run"
     arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
-    status, output = terminate(arguments, folder / "metrics.jsonl", ranks=1)
-    (first,) = os.listdir(folder / "checkpoints")
-    done = int(first.removeprefix("iteration_"))
-    assert status == 143 and f"SIGTERM: checkpoint {done} is written; --resume auto goes" in output
-    assert len(timeless(folder / "metrics.jsonl")) == done < 4
+    arguments += ["--grace-seconds", "600"]
+    status, output = end_at("SIGTERM grade 1", arguments)
+    assert status == 143 and "SIGTERM: checkpoint 1 is written; --resume auto goes" in output
+    assert os.listdir(folder / "checkpoints") == ["iteration_000001"]
+    assert len(timeless(folder / "metrics.jsonl")) == 1
     arguments += ["--resume", "auto"]
-    second = 2 if done == 1 else 4
-    kill_after(arguments, folder / f"checkpoints/iteration_{second:06d}", ranks=1)
-    weights = folder / f"checkpoints/iteration_{second:06d}/policy/mp_rank_00_model_states.pt"
+    status, _ = end_at("SIGKILL rollouts 2", arguments)
+    assert status == -signal.SIGKILL
+    name = "policy/mp_rank_00_model_states.pt"
+    weights = folder / "checkpoints/iteration_000002" / name
     with open(weights, "r+b") as file:
         file.truncate(weights.stat().st_size // 2)
     result = call(*arguments)
-    name = "policy/mp_rank_00_model_states.pt"
-    assert f"WARNING: checkpoint {second} is damaged ({name}): passed by" in result.stdout
-    assert any(name.startswith(f"damaged_{second}_") for name in os.listdir(folder / "checkpoints"))
+    assert f"WARNING: checkpoint 2 is damaged ({name}): passed by" in result.stdout
+    assert any(name.startswith("damaged_2_") for name in os.listdir(folder / "checkpoints"))
     check_same_run(folder, whole)
 
 
@@ -122,37 +122,39 @@ def test_a_sigterm_without_time_of_grace_ends_at_once(finished, sft_model, tmp_p
     folder = tmp_path / "run"
     arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
     arguments += ["--grace-seconds", "0", "--num-iterations", "1000", "--save-every", "1"]
-    start = time.time()
     status, output = terminate(arguments, folder / "checkpoints/iteration_000001", ranks=2)
     assert status != 0 and "--grace-seconds 0, it ends at checkpoint " in output
-    assert time.time() - start < 90
     logger = open_run(folder, json.loads((folder / "args.json").read_text()))
     assert logger.find_whole() >= 1
     assert str(folder) not in subprocess.check_output(["ps", "-eo", "args"], text=True)
 
 
+HANG = 900  # seconds: no test waits that long for what works, however busy the machine is
+
+
 def wait_for(path, process) -> None:
-    deadline = time.time() + 120
+    deadline = time.time() + HANG
     while not os.path.exists(path) or os.path.getsize(path) == 0:
         assert process.poll() is None and time.time() < deadline, process.communicate()[0][-3000:]
         time.sleep(0.02)
 
 
 def terminate(arguments, path, ranks) -> tuple[int, str]:
-    """SIGTERM as soon as `path` is there; the exit status, within half a minute, and the output."""
+    """SIGTERM as soon as `path` is there; the exit status and the output."""
     process = start_run(arguments, ranks)
     wait_for(path, process)
     process.terminate()
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=HANG)
     return process.returncode, output
 
 
-def kill_after(arguments, path, ranks) -> None:
-    process = start_run(arguments, ranks)
-    wait_for(path, process)
-    time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+def end_at(moment: str, arguments, ranks: int = 1) -> tuple[int, str]:
+    """A run whose rank 0 gets a signal at a phase of its own (tests/kills.py); exit status and
+    output."""
+    words = ["-m", "tests.kills", *arguments]
+    process = start_run(words, ranks, PHASES=os.devnull, END_AT=moment)
+    output, _ = process.communicate(timeout=HANG)
+    return process.returncode, output
 
 
 def check_same_run(folder, whole) -> None:
@@ -283,6 +285,12 @@ def test_resume_with_other_settings_names_them(finished, sft_model):
     assert "other settings: clip_coef was 0.2, is 0.1" in result.stderr
 
 
+def test_what_may_change_on_a_resume_changes_no_result():
+    free = {"resume", "output_dir", "track", "save_every", "keep_checkpoints", "on_nan"}
+    free |= {"gpu_memory_utilization", "micro_batch_tokens", "grace_seconds"}
+    assert {*run.FREE_SETTINGS} == free | {"gradient_checkpointing"}
+
+
 def test_two_ranks_with_nine_rollouts_draw_the_same_prompts(finished, sft_model, tmp_path):
     folder = tmp_path / "two"
     arguments = ["--model", sft_model, "--output-dir", str(folder), "--num-prompts", "4"]
@@ -296,6 +304,7 @@ def test_two_ranks_with_nine_rollouts_draw_the_same_prompts(finished, sft_model,
     assert prompts[0] == prompts[1] and len(set(prompts[0])) == 6
 
 
+@pytest.mark.soak  # on one rank tests/test_second.py holds them
 @pytest.mark.parametrize(("script", "ranks"), [("grpo.py", 1), ("rloo.py", 2), ("ppo.py", 2)])
 def test_the_other_estimators_run(script, ranks, sft_model, tmp_path):
     folder = tmp_path / "run"
@@ -314,6 +323,7 @@ def test_the_other_estimators_run(script, ranks, sft_model, tmp_path):
         assert episode["steps"][0]["text"] and (script == "ppo.py" or len(episode["steps"]) == 1)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("script", "ranks"), [("restem.py", 2), ("dpo_pos.py", 1)])
 def test_the_baselines_run(script, ranks, sft_model, tmp_path):
     folder = tmp_path / "run"
@@ -372,6 +382,7 @@ def test_evaluate_gives_an_interval_on_any_number_of_ranks(finished, tmp_path):
     assert saved["pass@1"] == pytest.approx(sum(saved["scores"]) / 31)
     assert saved["interval"][0] <= saved["pass@1"] <= saved["interval"][1]
     assert f"pass@1 (test, 31 problems, 4 rounds): {saved['pass@1']:.3f}" in result.stdout
+    assert "(0 problems dropped for their prompt's length, 0 answers counted as" in result.stdout
 
 
 # ---- the same recorded episodes, cut and dealt out in several ways -------------------------------
@@ -418,8 +429,8 @@ SCRIPTS = ["vineppo", "ppo", "grpo", "rloo", "restem", "dpo_pos"]
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_two_ranks_make_the_gradients_of_one(recorded, replayed, script):
-    """Ragged episodes, an uneven last micro-batch."""
-    found = replayed("two_ranks", 2, "--micro-batch-tokens", "250")
+    """Ragged episodes, each in a pass of its own: one rank has a pass more than the other."""
+    found = replayed("two_ranks", 2, "--micro-batch-tokens", "60")
     check_same(found, recorded[0] / "recorded", script)
 
 
@@ -453,12 +464,15 @@ def faults(recorded):
     return folder / "faults", {tuple(one["case"]): one for one in found}
 
 
-def test_an_exploded_minibatch_is_skipped_and_counted(recorded, faults):
-    """The second minibatch's ratio is made to look like an explosion: three steps, not four."""
-    found = faults[1]["vineppo", "ratio", "stop"]
-    whole = [step["norm"] for step in torch.load(recorded[0] / "recorded/vineppo")]
-    assert found["error"] == "" and found["metrics"][0]["policy/skipped"] == 0.25
-    assert len(found["norms"]) == 3 and found["norms"][0] == whole[0] != found["norms"][1]
+@pytest.mark.parametrize("script", ["vineppo", "ppo", "grpo", "rloo"])
+def test_an_exploded_minibatch_is_skipped_and_counted(recorded, faults, script):
+    """The second minibatch's ratio is made to look like an explosion: five steps, not six."""
+    found = faults[1][script, "ratio", "stop"]
+    whole = [step["norm"] for step in torch.load(recorded[0] / f"recorded/{script}")]
+    assert found["error"] == "" and found["metrics"][0]["policy/skipped"] == pytest.approx(1 / 6)
+    critics = 6 if script == "ppo" else 0  # each of its steps is made
+    assert len(found["norms"]) == 5 + critics
+    assert found["norms"][0] == whole[0] != found["norms"][1]
 
 
 @pytest.mark.parametrize(
@@ -500,8 +514,8 @@ def test_broken_numbers_can_be_skipped_and_counted(faults, script, fault):
     assert found["error"] == "" and len(good) > 1
     skipped = [line.get("policy/skipped", 0) for line in found["metrics"]]
     assert sum(skipped) > 0 and all(math.isfinite(x) for m in found["metrics"] for x in m.values())
-    if script == "vineppo":  # one minibatch of four; the row of a log-prob is in one of each epoch
-        assert skipped == [0.25 if fault in ("gradient", "loss") else 0.5]
+    if script == "vineppo":  # one minibatch of six; the row of a log-prob is in one of each epoch
+        assert skipped == pytest.approx([1 / 6 if fault in ("gradient", "loss") else 1 / 3])
         (line,) = found["metrics"]
         assert ("policy/old_logprob" in line) == (fault != "logprob")
         assert ("policy/ref_logprob" in line) == (fault != "reference")
@@ -511,6 +525,15 @@ def test_a_stale_engine_trains_no_model(faults):
     found = faults[1]["vineppo", "stale", "stop"]
     assert "policy/sampler_gap is 0.01, above 0.0001: vLLM has other weights" in found["error"]
     assert found["norms"] == []
+
+
+@pytest.mark.parametrize(
+    ("script", "fault"),
+    [("vineppo", "stale at length"), ("vineppo", "stale before it"), ("restem", "stale at length")],
+)
+def test_an_engine_that_errs_on_some_lengths_trains_no_model(faults, script, fault):
+    found = faults[1][script, fault, "stop"]
+    assert "above 0.0001: vLLM has other weights" in found["error"] and found["norms"] == []
 
 
 def tiny_engine(zero_stage: int, dtype: str):

@@ -28,10 +28,12 @@ from tests.conftest import (
 )
 from tests.test_runs import (
     FAST,
+    HANG,
     SCRIPTS,
     check_parity,
     check_same,
     check_same_run,
+    end_at,
     terminate,
     wait_for,
 )
@@ -73,6 +75,12 @@ def test_vineppo_learns(embedded, tmp_path, seed):
     assert found >= 0.80 and gap < 1e-4
 
 
+def test_every_planted_mistake_is_found():
+    result = call("-m", "tests.mutants")
+    print("\n" + result.stdout)
+    assert re.search(r"^killed (\d+) of \1$", result.stdout, re.MULTILINE)
+
+
 def test_killed_at_random_moments_they_resume_bit_for_bit(sft_model, tmp_path):
     """Each of the seven scripts on one rank and on two, in any phase; every other try is
     killed once more."""
@@ -88,11 +96,18 @@ TRIES = ["--tries", "14", "--seed", "2"]
 def test_terminated_on_two_ranks_it_resumes_bit_for_bit(flags, sft_model, tmp_path):
     arguments = ["vineppo.py", *FAST, *flags, "--model", sft_model, "--output-dir"]
     call(*arguments, str(tmp_path / "whole"), ranks=2)
-    arguments.append(str(tmp_path / "run"))
+    arguments += [str(tmp_path / "run"), "--grace-seconds", "600"]
     _, output = terminate(arguments, tmp_path / "run/metrics.jsonl", ranks=2)
     assert "is written; --resume auto goes on with it" in output
     call(*arguments, "--resume", "auto", ranks=2)
     check_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_sigterm_that_one_rank_gets_ends_all_of_them(sft_model, tmp_path):
+    arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(tmp_path / "run")]
+    status, output = end_at("SIGTERM grade 1", [*arguments, "--grace-seconds", "600"], ranks=2)
+    assert status != 0 and "SIGTERM: checkpoint 1 is written; --resume auto goes" in output
+    assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 1
 
 
 def test_memory_and_files_do_not_grow(sft_model, tmp_path):
@@ -110,7 +125,7 @@ def test_memory_and_files_do_not_grow(sft_model, tmp_path):
             seen.append((size, len(os.listdir(f"/proc/{process.pid}/fd"))))
         time.sleep(0.05)
     assert process.returncode == 0, (tmp_path / "log").read_text()[-3000:]
-    assert len(seen) > 180  # a look may miss one
+    assert len(seen) > 40  # a look may miss many on a busy machine
     before, after = (
         statistics.median(size for size, _ in part) for part in (seen[9:20], seen[-10:])
     )
@@ -151,7 +166,7 @@ def test_ranks_do_not_outlive_torchrun(sft_model, tmp_path):
     process = start_run([*arguments, "--output-dir", str(tmp_path / "run")], ranks=2)
     wait_for(tmp_path / "run/metrics.jsonl", process)
     process.kill()
-    process.communicate(timeout=10)  # the ranks hold its output open
+    process.communicate(timeout=HANG)  # the ranks hold its output open
     assert str(tmp_path) not in subprocess.check_output(["ps", "-eo", "args"], text=True)
 
 
@@ -222,7 +237,7 @@ def test_a_dead_rank_ends_the_run_and_a_restart_resumes(sft_model, tmp_path):
     children = subprocess.check_output(["pgrep", "-P", str(agents[1].pid)], text=True).split()
     start = time.time()
     os.kill(int(children[-1]), signal.SIGKILL)
-    outputs = [agent.communicate(timeout=60)[0] for agent in agents]
+    outputs = [agent.communicate(timeout=HANG)[0] for agent in agents]
     print(f"\nover {time.time() - start:.0f} s after the kill")
     assert all(agent.returncode != 0 for agent in agents)
     cause = f"Signal 9 (SIGKILL) received by PID {children[-1]}"

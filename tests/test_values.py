@@ -380,7 +380,7 @@ def test_the_page_in_a_browser(tmp_path):
         [*command, "--dump-dom", (tmp_path / "credit.html").as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     page = result.stdout
     assert "<title>Credit</title>" in page  # no script ran
