@@ -248,11 +248,9 @@ def discard_gradients(engine) -> None:
     optimizer of ZeRO 0 keeps them in float32.
     """
     engine.zero_grad()
-    engine.optimizer.zero_grad()  # ZeRO 3 counts micro-batches there
+    engine.optimizer.zero_grad()  # those in float32; ZeRO 3 counts micro-batches there
     for name in ("averaged_gradients", "all_grad_tensors"):
         getattr(engine.optimizer, name, {}).clear()
-    if hasattr(engine.optimizer, "clear_hp_grads"):
-        engine.optimizer.clear_hp_grads()
 
 
 def whole(parameters):

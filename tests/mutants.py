@@ -217,6 +217,9 @@ def main(only: str = "", patch: str = "", jobs: int = 2) -> None:
     chosen = read_planted(only)
     with tempfile.TemporaryDirectory() as temporary:
         make_starts(temporary)
+        shared = os.path.join(os.path.dirname(ROOT), "shared")
+        if os.path.exists(shared):  # data that some tests read, where it lies beside the project
+            os.symlink(shared, os.path.join(temporary, "shared"))
         fork = multiprocessing.get_context("fork")
         with fork.Pool(1 if patch else jobs, set_up, [temporary]) as pool:
             if patch:

@@ -957,12 +957,6 @@ PLANTED = [
     ),
     Planted(
         "common/run.py",
-        "bfloat16, ZeRO 0: the float32 gradients of a skipped minibatch stay and enter the next step",
-        'if hasattr(engine.optimizer, "clear_hp_grads"):',
-        'if hasattr(engine, "clear_hp_grads"):',
-    ),
-    Planted(
-        "common/run.py",
         "weight distance is relative to the norm of the new weights, not of the start's",
         "norm += old.square().sum()",
         "norm += new.float().square().sum()",

@@ -444,3 +444,9 @@ def test_added_tokens_count():
     tokenizer = data.make_chain_tokenizer()
     tokenizer.add_tokens(["<tool>"])
     assert tokenizer.vocab_size == 34 and run.count_tokens(tokenizer) == 35
+
+
+def test_the_answer_of_a_math_row_is_its_field_or_else_its_last_box():
+    row = {"problem": "1+2?", "solution": r"so \boxed{2}, or \boxed{3}"}
+    assert data.parse_math(row).answer == "3"
+    assert data.parse_math(row | {"answer": "4"}).answer == "4"
