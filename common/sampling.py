@@ -134,7 +134,7 @@ class Sampler:
             decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
             text, _, _ = decode(ids).partition(stop)
             kept = tokens_until(ids, text, decode)
-            if decode(ids[:kept]) != text:  # the last one has spaces before the stop string at most
+            if decode(ids[:kept]) != text:  # does the last one add spaces alone? then it goes too
                 kept = tokens_until(ids, text.rstrip(" "), decode)
             ids = ids[:kept]
         logprobs = [

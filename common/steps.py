@@ -139,7 +139,8 @@ def split_steps(response_ids: list[int], tokenizer, rule: str) -> tuple[list[int
 
     Ids are never encoded again: a boundary inside a token moves to that token's end, and steps that
     become empty vanish. EOS is a token like others: where the rule would end a step at the end of
-    the text if a letter followed, EOS is a step of its own. (Never so in `math_rule`: it is short.)
+    the text if a letter followed, EOS is a step of its own. (Never by `math_rule`, whose steps have
+    at least 20 characters.)
     """
 
     def decode(ids: list[int]) -> str:
