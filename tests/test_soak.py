@@ -15,7 +15,9 @@ import venv
 import pytest
 import safetensors.torch
 import torch
+from transformers import LlamaForCausalLM
 
+from common import data
 from tests.conftest import (
     BIN,
     ROOT,
@@ -108,6 +110,18 @@ def test_a_sigterm_that_one_rank_gets_ends_all_of_them(sft_model, tmp_path):
     status, output = end_at("SIGTERM grade 1", [*arguments, "--grace-seconds", "600"], ranks=2)
     assert status != 0 and "SIGTERM: checkpoint 1 is written; --resume auto goes" in output
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 1
+
+
+def test_the_seed_decides_the_initial_weights(tmp_path):
+    """A step of almost nothing leaves them as they were drawn."""
+    options = ["--num-epochs", "0.0016", "--learning-rate", "1e-12", "--eval-every", "0"]
+    call("sft.py", "--seed", "2", *options, "--output-dir", str(tmp_path))
+    torch.manual_seed(2)
+    config = data.make_chain_model_config(data.make_chain_tokenizer())
+    drawn = LlamaForCausalLM(config).state_dict()
+    saved = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
+    for name, weight in saved.items():
+        torch.testing.assert_close(weight, drawn[name], rtol=0, atol=1e-7)
 
 
 def test_memory_and_files_do_not_grow(sft_model, tmp_path):
