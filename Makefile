@@ -1,5 +1,5 @@
 # make demo      see VinePPO learn: set-up, SFT, training, held-out accuracy before and after
-# make test      all tests (under ten minutes)     make soak   the long trials
+# make test      all tests (six minutes)     make soak   the long trials     make quick   without engines
 # make compare   every method, a grid of learning rates, three seeds; hours
 # make compare-quick   one seed at the scripts' own learning rates; quarter of an hour
 # make figures   value accuracy, K, temperature, from the runs of either; an hour
@@ -7,14 +7,17 @@
 # make install   the set-up alone: .venv with what this machine needs
 PYTHON ?= python3
 
-.PHONY: demo test soak install compare compare-quick figures bench
+.PHONY: demo quick test soak install compare compare-quick figures bench
 demo: .venv/installed
-	.venv/bin/python -m analysis.demo
+	.venv/bin/python -m recipes.demo
 
-test: .venv/installed
+quick: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest -q -m "not soak"
+	.venv/bin/python -m pytest -q -m "not soak and not slow"
+
+test: quick
+	.venv/bin/python -m pytest -q -m "slow and not soak"
 
 soak: .venv/installed
 	FUZZ_TIMES=40 .venv/bin/python -m pytest -q tests/test_fuzz.py
@@ -39,5 +42,5 @@ bench: .venv/installed
 
 install: .venv/installed
 
-.venv/installed: pyproject.toml install.py $(wildcard stubs/*/pyproject.toml)
-	$(PYTHON) install.py
+.venv/installed: pyproject.toml $(wildcard install/*.py install/*/pyproject.toml)
+	$(PYTHON) install/install.py

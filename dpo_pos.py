@@ -9,10 +9,11 @@
     python dpo_pos.py                                    embedded task, one process, CPU or GPU
     torchrun --nproc-per-node 8 dpo_pos.py               eight ranks; docs/dpo_pos.md has more
 
-Shapes: P prompts, G responses per prompt, B = P * G, T tokens of the longest response, L tokens of
-the longest prompt + response, V vocabulary. Tensors of tokens are (B, T): response only, padded on
-the right, index t = response token t. mb_ is a minibatch, of M pairs; small
-letters in shapes are parts of a batch.
+Shapes: P prompts, G responses per prompt, B = P * G, T tokens of the longest response,
+L tokens of the longest prompt + response, M pairs of a minibatch.
+Tensors of tokens are (B, T): response only, padded on the right, index t = response token t.
+b_ is the whole batch, mb_ a minibatch; every rank has all of both. Ranks share the work inside of
+common/; small letters in shapes are parts of a batch.
 
 Left out on purpose: label smoothing, further rounds of sampling, de-duplication of responses.
 """
@@ -23,53 +24,17 @@ import json
 import math
 import os
 import random
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-import tyro
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
-from common import data, grading, require, run, sampling
+from common import batches, data, engines, flags, grading, ranks, run, sampling
 
 
-# ==== 2. arguments ================================================================================
+# ==== 2. arguments (model, task, engines, evaluation, checkpoints: common/flags.py) ===============
 @dataclass
-class Args:
-    # experiment
-    seed: int = 1
-    """decides every draw: prompts, samples, rollouts, minibatches"""
-    output_dir: str = ""
-    """the run's folder; default runs/<script>-<task>-seed<seed>"""
-    resume: Literal["no", "auto"] = "no"
-    """auto: go on from the newest checkpoint in the run's folder"""
-    track: bool = False
-    """log to Weights & Biases too (pip install wandb); TensorBoard files are always written"""
-
-    # model and data
-    model: str = "runs/sft/hf"
-    """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
-    trust_remote_code: bool = False
-    """run code that comes with the model: Python files, weights that are pickles (.bin)"""
-    task: str = "chain"
-    """chain (embedded), gsm8k, math or jsonl (your own)"""
-    data_dir: str = ""
-    """folder of JSONL files; without one gsm8k and math come from the hub"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
-    zero_stage: Literal[0, 2, 3] = 0
-    """DeepSpeed ZeRO: 2 shards gradients and optimizer state over the ranks, 3 weights too"""
-    max_model_len: int = 128
-    """tokens of prompt + response; prompts that leave no room are dropped and counted"""
-    gradient_checkpointing: bool = False
-    """the backward pass computes activations again: less memory, more time"""
-    tensor_parallel_size: int = 1
-    """ranks that hold one vLLM engine together, for models too large for one GPU's share"""
-    gpu_memory_utilization: float = 0.5
-    """share of a GPU's memory for vLLM while it samples (it sleeps during the update)"""
-
+class Args(flags.Training):
     # sampling
     num_prompts: int = 20
     """all ranks, sampled once"""
@@ -81,8 +46,6 @@ class Args:
     """of sampling, and of every log-prob of the trainer"""
     top_p: float = 1.0
     """nucleus sampling; below 1 the sampler's distribution is not the trainer's"""
-    stop: str = ""
-    """a string that ends a response; its ids are cut off and no EOS is put in their place"""
 
     # optimisation
     learning_rate: float = 7.5e-6
@@ -93,8 +56,6 @@ class Args:
     """passes over the pairs"""
     minibatch_size: int = 16
     """pairs per gradient step, all ranks"""
-    micro_batch_tokens: int = 4096
-    """tokens of one forward pass, padding included, per rank: decides memory, never results"""
     max_grad_norm: float = 1.0
 
     # preference loss
@@ -108,18 +69,11 @@ class Args:
     # evaluation and checkpoints
     eval_every: int = 40
     """gradient steps between evaluations on validation problems; 0: never"""
-    eval_problems: int = 100
-    eval_rounds: int = 4
-    """responses per validation problem"""
-    eval_temperature: float = 0.35
     save_every: int = 40
     """gradient steps between checkpoints; the last one always has one"""
-    keep_checkpoints: int = 2
-    """the newest ones, and the best on validation problems"""
-    grace_seconds: float = 20
-    """after a SIGTERM: time to finish the iteration and save it; else it is lost"""
-    on_nan: Literal["stop", "skip"] = "stop"
-    """NaN or infinity in a loss, gradient or log-prob: stop, or skip that minibatch and count it"""
+
+    def __post_init__(self) -> None:
+        flags.require(self.group_size > 1, "--group-size 1: a pair needs two responses")
 
 
 # ==== 3. pairs ====================================================================================
@@ -140,28 +94,16 @@ def compute_logprobs(
     response_mask: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding.
-
-    The one place where logits are shifted against tokens. Padding is on the right, where causal
-    attention never looks. The head runs in chunks that the backward pass computes again: float32
-    logits never exist for more than 1,024 tokens.
+    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. The one place
+    where logits are shifted against tokens; padding is on the right, where attention never looks.
     """
     output = model(input_ids, output_hidden_states=True, logits_to_keep=1, use_cache=False)
     row, t = response_mask.nonzero(as_tuple=True)  # (N,), (N,): the N response tokens
     position = prompt_lens[row] + t
     hidden = output.hidden_states[-1][row, position - 1]  # (N, H): a token is predicted one before
-    tokens = input_ids[row, position]  # (N,)
     head = model.get_output_embeddings()
-
-    def logprobs_of(hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        logits = head(hidden).float() / temperature  # (n, V)
-        return -torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
-
-    chunks = list(zip(hidden.split(1024), tokens.split(1024), strict=True))
-    if hasattr(head.weight, "ds_id"):  # ZeRO 3: all ranks gather the head for each chunk
-        chunks += [(hidden[:0], tokens[:0])] * (run.largest(len(chunks)) - len(chunks))
-    logprobs = [checkpoint(logprobs_of, *chunk, use_reentrant=False) for chunk in chunks]
-    return torch.zeros_like(response_mask).index_put((row, t), torch.cat(logprobs))
+    logprobs = engines.score(head, hidden, input_ids[row, position], temperature)
+    return torch.zeros_like(response_mask).index_put((row, t), logprobs)
 
 
 def compute_dpo_positive_loss(
@@ -195,62 +137,27 @@ def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction
 # ==== 5. set-up ===================================================================================
 def main(args: Args) -> None:
     # flags and files first: a mistake should not wait for the engines
-    rank, world_size = run.set_up_processes()
-    run.check_args(args)
-    require(args.group_size > 1, f"--group-size {args.group_size}: a pair needs two responses")
-    require(args.beta > 0, f"--beta {args.beta}: must be above 0")
-    require(args.penalty >= 0, f"--penalty {args.penalty}: must be 0 (plain DPO) or more")
-    run.check_at_least_1(args, "max_pairs")
-    problems = data.load_problems(args.task, "train", args.data_dir)
-    task = data.TASKS[args.task]
-    eval_problems = (
-        data.load_problems(args.task, "validation", args.data_dir) if args.eval_every else []
-    )
+    _, world_size, device = ranks.set_up()
+    flags.check(args)
     logger = run.Run(__file__, args)
-    run.check_model(args.model, args.max_model_len, args.trust_remote_code)
+    problems, eval_problems = data.load(args, "train"), data.load(args, "validation")
+    task = data.TASKS[args.task]
+    tokenizer = engines.load_tokenizer(args)
+    problems, prompts = data.fit(args, problems, tokenizer)
+    eval_problems, eval_prompts = data.fit(args, eval_problems, tokenizer)
 
-    import deepspeed  # seconds each
-    from transformers import AutoTokenizer
-
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", run.local_rank()) if on_gpu else torch.device("cpu")
-    dtype = run.resolve_dtype(args.dtype)
-    deepspeed.init_distributed(dist_backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-
-    trusted = args.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=trusted)
-    max_prompt_len = args.max_model_len - args.max_response_len
-    num_loaded = len(problems)
-    problems, prompts = data.encode_prompts(problems, tokenizer, max_prompt_len)
-    eval_problems, eval_prompts = data.encode_prompts(
-        eval_problems[: args.eval_problems], tokenizer, max_prompt_len
-    )
-    shares = args.gpu_memory_utilization, args.tensor_parallel_size
-    sampler = sampling.Sampler(args.model, dtype, args.max_model_len, *shares, trusted)
-    model = run.load_model(args.model, dtype, trusted)
-    ref_model = copy.deepcopy(model)
-    args.num_prompts = min(args.num_prompts, len(problems))  # none twice in an iteration
-    adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
-    ds_config = {
-        "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours, of any number and size
-        "gradient_clipping": args.max_grad_norm,
-        "zero_optimization": {"stage": args.zero_stage},
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "optimizer": {"type": "AdamW", "params": adamw},
-    }
-    policy, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=ds_config
-    )
-    policy.eval()  # no dropout, not even in the update: the old log-probs have none
-    if args.gradient_checkpointing:
-        run.checkpoint_activations(policy.module)
-    engines = {"policy": policy}
+    sampler = sampling.Sampler(args, tokenizer)
+    model = engines.load_model(args, tokenizer)
+    ref_model = copy.deepcopy(model)  # stays on the host
+    policy = engines.initialize(model, args)
+    trained = {"policy": policy}
+    args = replace(args, num_prompts=min(args.num_prompts, len(problems)))  # none twice
 
     # ==== 5.1 start, or go on from the newest checkpoint ==========================================
-    start = logger.open(engines, 0)  # its gradient steps are not known yet
+    start = logger.open(trained, 0)  # its gradient steps are not known yet
 
-    # ==== 6.1 draw prompts: the same on every rank; each prompt stands G times in a row ===========
-    drawn = run.draw(len(problems), 0, args.num_prompts, args.seed)
+    # ==== 6.1 draw prompts: each stands G times in a row ==========================================
+    drawn = ranks.draw(len(problems), 0, args.num_prompts, args.seed)
     b_problem = [index for index in drawn for _ in range(args.group_size)]
     b_prompt_ids = [prompts[index] for index in b_problem]
     b_answer = [problems[index].answer for index in b_problem]
@@ -260,70 +167,59 @@ def main(args: Args) -> None:
     if args.resume == "no" or not os.path.exists(path):
         logger.phase("sample")
         groups = sampler.generate(
-            [prompts[index] for index in run.share(drawn)],
+            [prompts[index] for index in drawn],
             n=args.group_size,
+            max_tokens=[args.max_response_len] * args.num_prompts,
             temperature=args.temperature,
-            top_p=args.top_p,
-            max_tokens=[args.max_response_len] * len(run.share(drawn)),
-            seed=run.seed_of(args.seed, "sample", rank),
-            stop=args.stop,
-            progress=rank == 0,
+            seed=(args.seed, "sample"),
+            progress=True,
         )
-        samples = run.gather([(s.ids, s.finished) for group in groups for s in group])
-        if rank == 0:
+        if ranks.is_main():
             with open(path + ".tmp", "w") as file:
-                json.dump(samples, file)
+                json.dump([sample for group in groups for sample in group], file)
             os.replace(path + ".tmp", path)
         dist.barrier()
     with open(path) as file:
-        b_response_ids, finished = zip(*json.load(file), strict=True)
-    lengths = [len(ids) for ids in b_response_ids]
+        samples = [sampling.Sample(*sample) for sample in json.load(file)]
+    b_response_ids = [sample.ids for sample in samples]
 
     # ==== 6.3 rewards and pairs (N, 2): rows of a right and of a wrong response to one prompt =====
     logger.phase("grade")
-    mine = [run.share(items) for items in (b_response_ids, finished, b_answer)]
-    b_rewards = run.gather(grading.grade_all(tokenizer, *mine, task.grading_rule))
+    b_rewards = grading.grade_all(tokenizer, samples, b_answer, task.grading_rule)
     pairs: list[tuple[int, int]] = []
     for first in range(0, len(b_rewards), args.group_size):
         rewards = b_rewards[first : first + args.group_size]
-        seed = run.seed_of(args.seed, first, "pairs")
+        seed = ranks.seed_of(args.seed, first, "pairs")
         made = make_pairs(rewards, args.max_pairs, seed)
         pairs += [(first + right, first + wrong) for right, wrong in made]
-    require(
+    flags.require(
         pairs, f"no prompt of {args.num_prompts} has right and wrong responses: nothing to learn"
     )
 
     # ==== 6.4 sequences ===========================================================================
-    response_mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
-    prompt_lens = torch.tensor([len(ids) for ids in b_prompt_ids])
-    sequences = [p + r for p, r in zip(b_prompt_ids, b_response_ids, strict=True)]
-    sequence_lens = [len(ids) for ids in sequences]
-    input_ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
-    pair_lens = [2 * max(sequence_lens[row] for row in pair) for pair in pairs]  # as padded
-
+    batch = batches.Batch(b_prompt_ids, b_response_ids, args.micro_batch_tokens, device)
+    pair_lens = [2 * max(batch.lengths[row] for row in pair) for pair in pairs]  # as padded
     num_updates = math.ceil(args.update_epochs * len(pairs) / args.minibatch_size)
-    logger.bar.total = num_updates
+    logger.expect(num_updates)
     sampler.sleep()
     ref_model.to(device)  # every pass needs it
-    logger.say(
-        f"{args.num_prompts} prompts x {args.group_size} responses = {len(b_rewards)} episodes, "
-        f"reward {sum(b_rewards) / len(b_rewards):.3f}: {len(pairs)} pairs x {args.update_epochs} "
-        f"epochs = {num_updates} optimizer steps of {args.minibatch_size}, on {world_size} ranks; "
-        f"{len(problems)} problems ({num_loaded - len(problems)} dropped for the length of their "
-        "prompt)"
+    ranks.say(
+        f"{args.num_prompts} prompts x {args.group_size} responses, reward "
+        f"{sum(b_rewards) / len(b_rewards):.3f}: {len(pairs)} pairs x {args.update_epochs} epochs "
+        f"= {num_updates} optimizer steps of {args.minibatch_size}, on {world_size} ranks"
     )
 
     for iteration in range(start, num_updates):  # of one gradient step each
         # ==== 6.6 update ==========================================================================
         logger.phase("update")
-        mb_pairs = run.draw(
+        mb_pairs = ranks.draw(
             len(pairs), iteration * args.minibatch_size, args.minibatch_size, args.seed, "update"
         )
         mb_sums: dict[str, torch.Tensor] = {}
-        passes = run.plan_passes(mb_pairs, pair_lens, args.micro_batch_tokens)
+        passes = batches.plan_passes(mb_pairs, pair_lens, args.micro_batch_tokens)
         for i, (mine, weight) in enumerate(passes):
             rows = [pairs[pair][side] for side in (0, 1) for pair in mine]  # right ones first
-            inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
+            inputs = batch.take(rows)
             logprobs = compute_logprobs(policy, *inputs, args.temperature)  # (2m, T)
             # in the same pass, so that rounding is the same too: they are equal at the start
             with torch.no_grad():
@@ -345,12 +241,12 @@ def main(args: Args) -> None:
         metrics = dict(zip(mb_sums, (totals / args.minibatch_size).tolist(), strict=True))
         lr = learning_rate_at(iteration, num_updates, args.learning_rate, args.warmup_fraction)
         metrics["learning_rate"] = lr
-        metrics["policy/grad_norm"] = run.step(policy, lr, metrics["loss/dpo"])
-        record = {"input_ids": input_ids, "prompt_lens": prompt_lens, "mask": response_mask}
-        logger.check(metrics, record | {"minibatch": torch.tensor([pairs[i] for i in mb_pairs])})
+        metrics["policy/grad_norm"] = engines.step(policy, lr)
+        minibatch = torch.tensor([pairs[i] for i in mb_pairs])
+        logger.check(metrics, input_ids=batch.input_ids, minibatch=minibatch)
         if iteration == 0:
             metrics["rollout/reward"] = sum(b_rewards) / len(b_rewards)
-            metrics["tokens/sample"] = sum(lengths)
+            metrics["tokens/sample"] = sum(batch.response_lens)
 
         # ==== 6.8 log, evaluate, save =============================================================
         done = iteration + 1
@@ -358,27 +254,17 @@ def main(args: Args) -> None:
         if args.eval_every and (done % args.eval_every == 0 or is_last):
             logger.phase("evaluate")
             sampler.wake(policy.module)
-            scores = sampling.evaluate(
-                sampler,
-                eval_prompts,
-                [problem.answer for problem in eval_problems],
-                rule=task.grading_rule,
-                rounds=args.eval_rounds,
-                temperature=args.eval_temperature,
-                top_p=args.top_p,
-                max_tokens=args.max_response_len,
-                seed=run.seed_of(args.seed, iteration, "evaluate"),
-                stop=args.stop,
-            )
+            seed = ranks.seed_of(args.seed, iteration, "evaluate")
+            scores = sampler.evaluate(eval_problems, eval_prompts, task.grading_rule, seed)
             metrics["eval/pass@1"] = sum(scores) / len(scores)
             sampler.sleep()
-            metrics["policy/weight_distance"] = run.weight_distance(policy.module, ref_model)
+            metrics["policy/weight_distance"] = engines.weight_distance(policy.module, ref_model)
         logger.log(done, metrics)
         if done % args.save_every == 0 or is_last or logger.stopping:
-            logger.save(done, engines, policy.module, tokenizer)
+            logger.save(done, trained, policy.module, tokenizer)
     logger.close()
 
 
 # ==== 7. run ======================================================================================
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(flags.parse(Args))

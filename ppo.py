@@ -10,10 +10,11 @@
     python ppo.py                                        embedded task, one process, CPU or GPU
     torchrun --nproc-per-node 8 ppo.py                   eight ranks; docs/ppo.md has more
 
-Shapes: P prompts, G responses per prompt, B = P * G, T tokens of the longest response, S steps of
-the response with most, L tokens of the longest prompt + response, V vocabulary.
+Shapes: P prompts, G responses per prompt, B = P * G, T tokens of the longest response,
+L tokens of the longest prompt + response.
 Tensors of tokens are (B, T): response only, padded on the right, index t = response token t.
-b_ is the whole batch, mb_ a minibatch; small letters in shapes are parts of a batch.
+b_ is the whole batch, mb_ a minibatch; every rank has all of both. Ranks share the work inside of
+common/; small letters in shapes are parts of a batch.
 
 Left out on purpose: reward model, LoRA, entropy bonus, adaptive KL, async sampling.
 """
@@ -22,52 +23,16 @@ Left out on purpose: reward model, LoRA, entropy bonus, adaptive KL, async sampl
 import copy
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-import tyro
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
-from common import data, grading, require, run, sampling, steps
+from common import batches, data, engines, flags, grading, ranks, run, sampling, steps
 
 
-# ==== 2. arguments ================================================================================
+# ==== 2. arguments (model, task, engines, evaluation, checkpoints: common/flags.py) ===============
 @dataclass
-class Args:
-    # experiment
-    seed: int = 1
-    """decides every draw: prompts, samples, rollouts, minibatches"""
-    output_dir: str = ""
-    """the run's folder; default runs/<script>-<task>-seed<seed>"""
-    resume: Literal["no", "auto"] = "no"
-    """auto: go on from the newest checkpoint in the run's folder"""
-    track: bool = False
-    """log to Weights & Biases too (pip install wandb); TensorBoard files are always written"""
-
-    # model and data
-    model: str = "runs/sft/hf"
-    """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
-    trust_remote_code: bool = False
-    """run code that comes with the model: Python files, weights that are pickles (.bin)"""
-    task: str = "chain"
-    """chain (embedded), gsm8k, math or jsonl (your own)"""
-    data_dir: str = ""
-    """folder of JSONL files; without one gsm8k and math come from the hub"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
-    zero_stage: Literal[0, 2, 3] = 0
-    """DeepSpeed ZeRO: 2 shards gradients and optimizer state over the ranks, 3 weights too"""
-    max_model_len: int = 128
-    """tokens of prompt + response; prompts that leave no room are dropped and counted"""
-    gradient_checkpointing: bool = False
-    """the backward pass computes activations again: less memory, more time"""
-    tensor_parallel_size: int = 1
-    """ranks that hold one vLLM engine together, for models too large for one GPU's share"""
-    gpu_memory_utilization: float = 0.5
-    """share of a GPU's memory for vLLM while it samples (it sleeps during the update)"""
-
+class Args(flags.Training):
     # sampling
     num_prompts: int = 8
     """per iteration, all ranks"""
@@ -79,8 +44,6 @@ class Args:
     """of sampling, and of every log-prob of the trainer"""
     top_p: float = 1.0
     """nucleus sampling; below 1 the sampler's distribution is not the trainer's"""
-    stop: str = ""
-    """a string that ends a response; its ids are cut off and no EOS is put in their place"""
 
     # optimisation
     num_iterations: int = 20
@@ -93,30 +56,12 @@ class Args:
     """passes over an iteration's responses (TRL: num_iterations, verl: ppo_epochs)"""
     minibatch_size: int = 16
     """responses per gradient step, all ranks (verl: ppo_mini_batch_size * rollout.n)"""
-    micro_batch_tokens: int = 4096
-    """tokens of one forward pass, padding included, per rank: decides memory, never results"""
     max_grad_norm: float = 1.0
 
     # policy loss
     clip_coef: float = 0.2
     kl_coef: float = 1e-4
     """times the mean over responses of the SUM over tokens of the KL estimate"""
-
-    # evaluation and checkpoints
-    eval_every: int = 5
-    """iterations between evaluations on validation problems; 0: never"""
-    eval_problems: int = 100
-    eval_rounds: int = 4
-    """responses per validation problem"""
-    eval_temperature: float = 0.35
-    save_every: int = 5
-    """iterations between checkpoints; the last iteration always has one"""
-    keep_checkpoints: int = 2
-    """the newest ones, and the best on validation problems"""
-    grace_seconds: float = 20
-    """after a SIGTERM: time to finish the iteration and save it; else it is lost"""
-    on_nan: Literal["stop", "skip"] = "stop"
-    """NaN or infinity in a loss, gradient or log-prob: stop, or skip that minibatch and count it"""
 
     # advantage estimation
     critic_learning_rate: float = 1e-3
@@ -127,13 +72,6 @@ class Args:
     """1: the advantage is R - V; 0: the change in value over one token"""
     clip_coef_value: float = 0.2
     """a value that moved further from its old one than this gets no gradient for going on"""
-    norm_adv: bool = True
-    """whiten the advantages over all response tokens of the iteration"""
-
-    def check(self) -> None:
-        for name in ("gamma", "gae_lambda"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"--{name.replace('_', '-')} {value}: must be between 0 and 1")
 
 
 # ==== 3. advantages ===============================================================================
@@ -211,28 +149,16 @@ def compute_logprobs(
     response_mask: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding.
-
-    The one place where logits are shifted against tokens. Padding is on the right, where causal
-    attention never looks. The head runs in chunks that the backward pass computes again: float32
-    logits never exist for more than 1,024 tokens.
+    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. The one place
+    where logits are shifted against tokens; padding is on the right, where attention never looks.
     """
     output = model(input_ids, output_hidden_states=True, logits_to_keep=1, use_cache=False)
     row, t = response_mask.nonzero(as_tuple=True)  # (N,), (N,): the N response tokens
     position = prompt_lens[row] + t
     hidden = output.hidden_states[-1][row, position - 1]  # (N, H): a token is predicted one before
-    tokens = input_ids[row, position]  # (N,)
     head = model.get_output_embeddings()
-
-    def logprobs_of(hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        logits = head(hidden).float() / temperature  # (n, V)
-        return -torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
-
-    chunks = list(zip(hidden.split(1024), tokens.split(1024), strict=True))
-    if hasattr(head.weight, "ds_id"):  # ZeRO 3: all ranks gather the head for each chunk
-        chunks += [(hidden[:0], tokens[:0])] * (run.largest(len(chunks)) - len(chunks))
-    logprobs = [checkpoint(logprobs_of, *chunk, use_reentrant=False) for chunk in chunks]
-    return torch.zeros_like(response_mask).index_put((row, t), torch.cat(logprobs))
+    logprobs = engines.score(head, hidden, input_ids[row, position], temperature)
+    return torch.zeros_like(response_mask).index_put((row, t), logprobs)
 
 
 def compute_policy_loss(
@@ -282,154 +208,87 @@ def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction
 # ==== 5. set-up ===================================================================================
 def main(args: Args) -> None:
     # flags and files first: a mistake should not wait for the engines
-    rank, world_size = run.set_up_processes()
+    _, world_size, device = ranks.set_up()
     num_responses = args.num_prompts * args.group_size  # B
-    run.check_batch(args, num_responses)
-    args.check()
-    problems = data.load_problems(args.task, "train", args.data_dir)
-    task = data.TASKS[args.task]
-    eval_problems = (
-        data.load_problems(args.task, "validation", args.data_dir) if args.eval_every else []
-    )
+    flags.check(args, num_responses)
     logger = run.Run(__file__, args)
-    run.check_model(args.model, args.max_model_len, args.trust_remote_code)
+    problems, eval_problems = data.load(args, "train"), data.load(args, "validation")
+    task = data.TASKS[args.task]
+    tokenizer = engines.load_tokenizer(args)
+    problems, prompts = data.fit(args, problems, tokenizer)
+    eval_problems, eval_prompts = data.fit(args, eval_problems, tokenizer)
 
-    import deepspeed  # seconds each
-    from transformers import AutoTokenizer
-
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", run.local_rank()) if on_gpu else torch.device("cpu")
-    dtype = run.resolve_dtype(args.dtype)
-    deepspeed.init_distributed(dist_backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-
-    trusted = args.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=trusted)
-    max_prompt_len = args.max_model_len - args.max_response_len
-    num_loaded = len(problems)
-    problems, prompts = data.encode_prompts(problems, tokenizer, max_prompt_len)
-    eval_problems, eval_prompts = data.encode_prompts(
-        eval_problems[: args.eval_problems], tokenizer, max_prompt_len
-    )
-    shares = args.gpu_memory_utilization, args.tensor_parallel_size
-    sampler = sampling.Sampler(args.model, dtype, args.max_model_len, *shares, trusted)
-    model = run.load_model(args.model, dtype, trusted)
-    ref_model = copy.deepcopy(model)
-    adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
-    ds_config = {
-        "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours, of any number and size
-        "gradient_clipping": args.max_grad_norm,
-        "zero_optimization": {"stage": args.zero_stage},
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "optimizer": {"type": "AdamW", "params": adamw},
-    }
-    policy, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=ds_config
-    )
-    policy.eval()  # no dropout, not even in the update: the old log-probs have none
-    if args.gradient_checkpointing:
-        run.checkpoint_activations(policy.module)
-    engines = {"policy": policy}
+    sampler = sampling.Sampler(args, tokenizer)
+    model = engines.load_model(args, tokenizer)
+    ref_model = copy.deepcopy(model)  # stays on the host
+    policy = engines.initialize(model, args)
+    trained = {"policy": policy}
 
     # ==== 5b. critic: the SFT checkpoint with a scalar head, an engine and optimizer of its own ===
-    critic_model = run.load_model(args.model, dtype, trusted)
+    critic_model = copy.deepcopy(ref_model)
     hidden_size = critic_model.get_output_embeddings().in_features
     head = torch.nn.Linear(hidden_size, 1, dtype=critic_model.dtype)
-    torch.manual_seed(run.seed_of(args.seed, "critic"))
+    torch.manual_seed(ranks.seed_of(args.seed, "critic"))
     torch.nn.init.normal_(head.weight, std=(hidden_size + 1) ** -0.5)
     torch.nn.init.zeros_(head.bias)
     critic_model.set_output_embeddings(head)
-    critic, *_ = deepspeed.initialize(
-        model=critic_model, model_parameters=critic_model.parameters(), config=ds_config
-    )
-    critic.eval()
-    if args.gradient_checkpointing:
-        run.checkpoint_activations(critic.module)
-    engines["critic"] = critic
+    critic = trained["critic"] = engines.initialize(critic_model, args)
 
     # ==== 5.1 start, or go on from the newest checkpoint ==========================================
-    start = logger.open(engines, args.num_iterations)
+    start = logger.open(trained, args.num_iterations)
     sampler.wake(policy.module)
     updates_per_iteration = args.update_epochs * num_responses // args.minibatch_size
     num_updates = args.num_iterations * updates_per_iteration
-    logger.say(run.describe_batch(args, len(problems), num_loaded))
+    ranks.say(flags.describe_batch(args))
 
     for iteration in range(start, args.num_iterations):
         metrics: dict[str, float] = {}
 
-        # ==== 6.1 draw prompts: the same on every rank; each prompt stands G times in a row =======
-        drawn = run.draw(len(problems), iteration * args.num_prompts, args.num_prompts, args.seed)
+        # ==== 6.1 draw prompts: each stands G times in a row ======================================
+        drawn = ranks.draw(len(problems), iteration * args.num_prompts, args.num_prompts, args.seed)
         b_problem = [index for index in drawn for _ in range(args.group_size)]
         b_prompt_ids = [prompts[index] for index in b_problem]
         b_answer = [problems[index].answer for index in b_problem]
 
-        # ==== 6.2 sample responses: a rank for its share of the prompts; then every rank has all ==
+        # ==== 6.2 sample responses ================================================================
         logger.phase("sample")
         groups = sampler.generate(
-            [prompts[index] for index in run.share(drawn)],
+            [prompts[index] for index in drawn],
             n=args.group_size,
+            max_tokens=[args.max_response_len] * args.num_prompts,
             temperature=args.temperature,
-            top_p=args.top_p,
-            max_tokens=[args.max_response_len] * len(run.share(drawn)),
-            seed=run.seed_of(args.seed, iteration, "sample", rank),
-            stop=args.stop,
+            seed=(args.seed, iteration, "sample"),
             logprobs=True,
         )
-        samples = run.gather([sample for group in groups for sample in group])
+        samples = [sample for group in groups for sample in group]
         b_response_ids = [sample.ids for sample in samples]
-        finished = [sample.finished for sample in samples]
-        lengths = [len(ids) for ids in b_response_ids]
         metrics |= sampling.describe(samples)
 
         # ==== 6.3 rewards (B,): 1 for a right answer; a response that was cut off never has one ===
         logger.phase("grade")
-        mine = [run.share(items) for items in (b_response_ids, finished, b_answer)]
-        rewards = grading.grade_all(tokenizer, *mine, task.grading_rule)
-        b_rewards = torch.tensor(run.gather(rewards))
+        b_rewards = torch.tensor(grading.grade_all(tokenizer, samples, b_answer, task.grading_rule))
         metrics["rollout/reward"] = b_rewards.mean().item()
 
-        # ==== 6.4 old log-probs (B, T): a rank computes some of the rows, the sum has all =========
+        # ==== 6.4 old log-probs (B, T); the sampler's must be the same ============================
         logger.phase("logprobs")
-        # from lengths, never from ids: EOS is a token to learn even where pad == eos
-        response_mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
-        prompt_lens = torch.tensor([len(ids) for ids in b_prompt_ids])
-        sequences = [p + r for p, r in zip(b_prompt_ids, b_response_ids, strict=True)]
-        sequence_lens = [len(ids) for ids in sequences]
-        input_ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
-        old_logprobs = torch.zeros_like(response_mask)
-        sampler_logprobs = pad_sequence([torch.tensor(s.logprobs) for s in samples], True)
-        gap = torch.zeros(2)  # sum of |sampler - trainer|, number of tokens
-        passes = run.plan_passes(range(num_responses), sequence_lens, args.micro_batch_tokens)
-        with torch.no_grad():
-            for rows, weight in passes:
-                inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
-                old = compute_logprobs(policy, *inputs, args.temperature).cpu()
-                old_logprobs[rows] += old * weight
-                last = rows[-1:]  # the longest, at temperature 1: the sampler's log-probs are raw
-                inputs = run.take(last, device, input_ids, prompt_lens, response_mask)
-                raw = compute_logprobs(policy, *inputs, temperature=1.0).cpu()
-                differences = (raw - sampler_logprobs[last]).abs() * response_mask[last]
-                gap += torch.stack([differences.sum(), response_mask[last].sum()]) * weight
-        for tensor in (old_logprobs, gap):
-            dist.all_reduce(tensor)
-        metrics["tokens/padding"] = run.count_padding(passes, sequence_lens)
-        metrics["policy/sampler_gap"] = (gap[0] / gap[1]).item()
-        metrics["policy/old_logprob"] = (old_logprobs.sum() / response_mask.sum()).item()
+        batch = batches.Batch(b_prompt_ids, b_response_ids, args.micro_batch_tokens, device)
+        response_mask = batch.response_mask
+        old_logprobs = batch.map(lambda *x: compute_logprobs(policy, *x, args.temperature))
+        metrics["policy/sampler_gap"] = sampling.measure_gap(samples, old_logprobs, response_mask)
+        metrics["tokens/padding"] = batch.count_padding()
 
         # ==== 6.5 advantages: the critic's value of the state before each token ===================
         logger.phase("values")
-        values = torch.zeros_like(response_mask)  # (B, T)
-        with torch.no_grad():
-            for rows, weight in passes:
-                inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
-                values[rows] += compute_values(critic, *inputs).cpu() * weight
-        dist.all_reduce(values)
+        values = batch.map(lambda *x: compute_values(critic, *x))
         advantages = compute_advantages(
             b_rewards, values, response_mask, args.gamma, args.gae_lambda
         )
+        b_advantages = whiten(advantages, response_mask)
         returns = (advantages + values) * response_mask  # before whitening
-        b_advantages = whiten(advantages, response_mask) if args.norm_adv else advantages
         # the steps are for the eye: values at their starts
-        step_ends = [steps.split_steps(ids, tokenizer, task.step_rule)[0] for ids in b_response_ids]
+        step_ends = ranks.shared_map(
+            lambda ids: steps.split_steps(ids, tokenizer, task.step_rule), b_response_ids
+        )
         step_values = [
             [values[row, start].item() for start in [0, *ends[:-1]]]
             for row, ends in enumerate(step_ends)
@@ -443,35 +302,32 @@ def main(args: Args) -> None:
 
         # ==== 6.6 reference log-probs (B, T); update: epochs x minibatches x micro-batches ========
         logger.phase("logprobs")
-        sampler.sleep()  # or a GPU may have no room for the reference model, which is on the host
-        ref_logprobs = torch.zeros_like(response_mask)
-        with torch.no_grad(), run.lend(ref_model, device):
-            for rows, weight in passes:
-                inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
-                ref = compute_logprobs(ref_model, *inputs, args.temperature).cpu()
-                ref_logprobs[rows] += ref * weight
-        dist.all_reduce(ref_logprobs)
-        metrics["policy/ref_logprob"] = (ref_logprobs.sum() / response_mask.sum()).item()
-        record = {"input_ids": input_ids, "prompt_lens": prompt_lens, "mask": response_mask}
-        record |= {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-        record["advantages"] = b_advantages
-        logger.check(metrics, record)
+        sampler.sleep()  # or a GPU may have no room for the reference model
+        with engines.lend(ref_model, device):
+            ref_logprobs = batch.map(lambda *x: compute_logprobs(ref_model, *x, args.temperature))
+        record = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        record |= {"advantages": b_advantages, "input_ids": batch.input_ids, "mask": response_mask}
+        logger.check(metrics, **record)
 
         logger.phase("update")
         updates: list[dict[str, float]] = []
         for epoch in range(args.update_epochs):
-            order = run.draw(num_responses, 0, num_responses, args.seed, iteration, epoch)
-            for first in range(0, num_responses, args.minibatch_size):
-                mb_rows = order[first : first + args.minibatch_size]
-                mb_tokens = max(1, sum(lengths[row] for row in mb_rows))
+            for mb_rows in ranks.minibatches(
+                num_responses, args.minibatch_size, args.seed, iteration, epoch
+            ):
+                mb_tokens = max(1, sum(batch.response_lens[row] for row in mb_rows))
                 mb_sums: dict[str, torch.Tensor] = {}
-                passes = run.plan_passes(mb_rows, sequence_lens, args.micro_batch_tokens)
+                passes = batch.passes(mb_rows)
                 for i, (rows, weight) in enumerate(passes):
-                    inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
-                    batch = (old_logprobs, ref_logprobs, b_advantages, response_mask * weight)
+                    *inputs, old, ref, adv = batch.take(
+                        rows, old_logprobs, ref_logprobs, b_advantages
+                    )
                     loss, sums = compute_policy_loss(
                         compute_logprobs(policy, *inputs, args.temperature),
-                        *(tensor[rows].to(device) for tensor in batch),
+                        old,
+                        ref,
+                        adv,
+                        inputs[-1] * weight,
                         mb_tokens,
                         args.minibatch_size,
                         args.clip_coef,
@@ -486,24 +342,23 @@ def main(args: Args) -> None:
                 update = iteration * updates_per_iteration + len(updates)
                 lr = learning_rate_at(update, num_updates, args.learning_rate, args.warmup_fraction)
                 means["learning_rate"] = lr
-                # a mean ratio above 10: as the official code
-                bad = means["policy/ratio"] > 10 or not math.isfinite(sum(means.values()))
-                means["policy/skipped"] = float(bad)
+                means["policy/skipped"] = float(means["policy/ratio"] > 10)  # as the official code
                 if means["policy/skipped"]:
-                    run.discard_gradients(policy)
+                    engines.discard_gradients(policy)
                 else:
-                    means["policy/grad_norm"] = run.step(policy, lr)
-                logger.check(means, record | {"minibatch": torch.tensor(mb_rows)})
+                    means["policy/grad_norm"] = engines.step(policy, lr)
+                logger.check(means, **record, minibatch=torch.tensor(mb_rows))
                 updates.append(means)
 
                 # ==== 6.6b critic: the same minibatch ============================================
                 mb_sums = {}
                 for i, (rows, weight) in enumerate(passes):
-                    inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
-                    batch = (values, returns, response_mask * weight)
+                    *inputs, old, target = batch.take(rows, values, returns)
                     loss, sums = compute_value_loss(
                         compute_values(critic, *inputs),
-                        *(tensor[rows].to(device) for tensor in batch),
+                        old,
+                        target,
+                        inputs[-1] * weight,
                         mb_tokens,
                         args.clip_coef_value,
                     )
@@ -516,8 +371,8 @@ def main(args: Args) -> None:
                 lr = learning_rate_at(
                     update, num_updates, args.critic_learning_rate, args.warmup_fraction
                 )
-                means["value/grad_norm"] = run.step(critic, lr, means["loss/value"])
-                logger.check(means, record | {"values": values, "returns": returns})
+                means["value/grad_norm"] = engines.step(critic, lr)
+                logger.check(means, **record, values=values, returns=returns)
 
         # ==== 6.7 weights to the sampler ==========================================================
         logger.phase("sync")
@@ -529,20 +384,10 @@ def main(args: Args) -> None:
         metrics |= run.mean_of(updates)
         if args.eval_every and (done % args.eval_every == 0 or is_last):
             logger.phase("evaluate")
-            scores = sampling.evaluate(
-                sampler,
-                eval_prompts,
-                [problem.answer for problem in eval_problems],
-                rule=task.grading_rule,
-                rounds=args.eval_rounds,
-                temperature=args.eval_temperature,
-                top_p=args.top_p,
-                max_tokens=args.max_response_len,
-                seed=run.seed_of(args.seed, iteration, "evaluate"),
-                stop=args.stop,
-            )
+            seed = ranks.seed_of(args.seed, iteration, "evaluate")
+            scores = sampler.evaluate(eval_problems, eval_prompts, task.grading_rule, seed)
             metrics["eval/pass@1"] = sum(scores) / len(scores)
-        metrics["policy/weight_distance"] = run.weight_distance(policy.module, ref_model)
+        metrics["policy/weight_distance"] = engines.weight_distance(policy.module, ref_model)
         logger.log(done, metrics)
         spread = [max(values) - min(values) for values in step_values]
         for row in [spread.index(max(spread)), *range(0, num_responses, args.group_size)[:3]]:
@@ -555,10 +400,10 @@ def main(args: Args) -> None:
                 b_rewards[row].item(),
             )
         if done % args.save_every == 0 or is_last or logger.stopping:
-            logger.save(done, engines, policy.module, tokenizer)
+            logger.save(done, trained, policy.module, tokenizer)
     logger.close()
 
 
 # ==== 7. run ======================================================================================
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(flags.parse(Args))

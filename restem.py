@@ -9,10 +9,11 @@
     python restem.py                                     embedded task, one process, CPU or GPU
     torchrun --nproc-per-node 8 restem.py                eight ranks; docs/restem.md has more
 
-Shapes: P prompts, G responses per prompt, B = P * G, T tokens of the longest response, L tokens of
-the longest prompt + response, V vocabulary. Tensors of tokens are (B, T): response only, padded on
-the right, index t = response token t. b_ is the whole batch, mb_ a minibatch; small letters in
-shapes are parts of a batch.
+Shapes: P prompts, G responses per prompt, B = P * G, T tokens of the longest response,
+L tokens of the longest prompt + response.
+Tensors of tokens are (B, T): response only, padded on the right, index t = response token t.
+b_ is the whole batch, mb_ a minibatch; every rank has all of both. Ranks share the work inside of
+common/; small letters in shapes are parts of a batch.
 
 Left out on purpose: advantages, KL, de-duplication of responses, a limit per prompt.
 """
@@ -21,53 +22,17 @@ Left out on purpose: advantages, KL, de-duplication of responses, a limit per pr
 import copy
 import gc
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-import tyro
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
-from common import data, grading, require, run, sampling
+from common import batches, data, engines, flags, grading, ranks, run, sampling
 
 
-# ==== 2. arguments ================================================================================
+# ==== 2. arguments (model, task, engines, evaluation, checkpoints: common/flags.py) ===============
 @dataclass
-class Args:
-    # experiment
-    seed: int = 1
-    """decides every draw: prompts, samples, rollouts, minibatches"""
-    output_dir: str = ""
-    """the run's folder; default runs/<script>-<task>-seed<seed>"""
-    resume: Literal["no", "auto"] = "no"
-    """auto: go on from the newest checkpoint in the run's folder"""
-    track: bool = False
-    """log to Weights & Biases too (pip install wandb); TensorBoard files are always written"""
-
-    # model and data
-    model: str = "runs/sft/hf"
-    """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
-    trust_remote_code: bool = False
-    """run code that comes with the model: Python files, weights that are pickles (.bin)"""
-    task: str = "chain"
-    """chain (embedded), gsm8k, math or jsonl (your own)"""
-    data_dir: str = ""
-    """folder of JSONL files; without one gsm8k and math come from the hub"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
-    zero_stage: Literal[0, 2, 3] = 0
-    """DeepSpeed ZeRO: 2 shards gradients and optimizer state over the ranks, 3 weights too"""
-    max_model_len: int = 128
-    """tokens of prompt + response; prompts that leave no room are dropped and counted"""
-    gradient_checkpointing: bool = False
-    """the backward pass computes activations again: less memory, more time"""
-    tensor_parallel_size: int = 1
-    """ranks that hold one vLLM engine together, for models too large for one GPU's share"""
-    gpu_memory_utilization: float = 0.5
-    """share of a GPU's memory for vLLM while it samples (it sleeps during the update)"""
-
+class Args(flags.Training):
     # sampling
     num_prompts: int = 40
     """per iteration, all ranks"""
@@ -79,8 +44,6 @@ class Args:
     """of sampling, and of every log-prob of the trainer"""
     top_p: float = 1.0
     """nucleus sampling; below 1 the sampler's distribution is not the trainer's"""
-    stop: str = ""
-    """a string that ends a response; its ids are cut off and no EOS is put in their place"""
 
     # optimisation
     num_iterations: int = 4
@@ -93,23 +56,20 @@ class Args:
     """passes over an iteration's right responses"""
     minibatch_size: int = 16
     """responses per gradient step, all ranks"""
-    micro_batch_tokens: int = 4096
-    """tokens of one forward pass, padding included, per rank: decides memory, never results"""
     max_grad_norm: float = 1.0
 
     # evaluation and checkpoints
     eval_every: int = 10
     """gradient steps between the checkpoints of the walk"""
-    eval_problems: int = 100
-    eval_rounds: int = 4
-    """responses per validation problem"""
-    eval_temperature: float = 0.35
-    keep_checkpoints: int = 2
-    """the newest ones, and the best on validation problems; every iteration has one"""
-    grace_seconds: float = 20
-    """after a SIGTERM: time to finish the iteration and save it; else it is lost"""
-    on_nan: Literal["stop", "skip"] = "stop"
-    """NaN or infinity in a loss, gradient or log-prob: stop, or skip that minibatch and count it"""
+    save_every: int = 1
+    """iterations between checkpoints; the last iteration always has one"""
+
+    def __post_init__(self) -> None:
+        flags.require(self.eval_every > 0, "--eval-every 0: the walk needs checkpoints to evaluate")
+        flags.require(
+            self.zero_stage < 3,
+            "--zero-stage 3: the walk goes back to whole weights; take 0 or 2",
+        )
 
 
 # ==== 3. selection ================================================================================
@@ -129,28 +89,16 @@ def compute_logprobs(
     response_mask: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding.
-
-    The one place where logits are shifted against tokens. Padding is on the right, where causal
-    attention never looks. The head runs in chunks that the backward pass computes again: float32
-    logits never exist for more than 1,024 tokens.
+    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. The one place
+    where logits are shifted against tokens; padding is on the right, where attention never looks.
     """
     output = model(input_ids, output_hidden_states=True, logits_to_keep=1, use_cache=False)
     row, t = response_mask.nonzero(as_tuple=True)  # (N,), (N,): the N response tokens
     position = prompt_lens[row] + t
     hidden = output.hidden_states[-1][row, position - 1]  # (N, H): a token is predicted one before
-    tokens = input_ids[row, position]  # (N,)
     head = model.get_output_embeddings()
-
-    def logprobs_of(hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        logits = head(hidden).float() / temperature  # (n, V)
-        return -torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
-
-    chunks = list(zip(hidden.split(1024), tokens.split(1024), strict=True))
-    if hasattr(head.weight, "ds_id"):  # ZeRO 3: all ranks gather the head for each chunk
-        chunks += [(hidden[:0], tokens[:0])] * (run.largest(len(chunks)) - len(chunks))
-    logprobs = [checkpoint(logprobs_of, *chunk, use_reentrant=False) for chunk in chunks]
-    return torch.zeros_like(response_mask).index_put((row, t), torch.cat(logprobs))
+    logprobs = engines.score(head, hidden, input_ids[row, position], temperature)
+    return torch.zeros_like(response_mask).index_put((row, t), logprobs)
 
 
 def compute_sft_loss(
@@ -170,114 +118,64 @@ def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction
 # ==== 5. set-up ===================================================================================
 def main(args: Args) -> None:
     # flags and files first: a mistake should not wait for the engines
-    rank, world_size = run.set_up_processes()
-    run.check_args(args)
-    require(args.eval_every > 0, "--eval-every 0: the walk needs checkpoints to evaluate")
-    require(args.zero_stage < 3, "--zero-stage 3: the walk goes back to whole weights; take 0 or 2")
-    problems = data.load_problems(args.task, "train", args.data_dir)
-    task = data.TASKS[args.task]
-    eval_problems = data.load_problems(args.task, "validation", args.data_dir)
+    _, world_size, device = ranks.set_up()
+    flags.check(args)
     logger = run.Run(__file__, args)
-    run.check_model(args.model, args.max_model_len, args.trust_remote_code)
+    problems, eval_problems = data.load(args, "train"), data.load(args, "validation")
+    task = data.TASKS[args.task]
+    tokenizer = engines.load_tokenizer(args)
+    problems, prompts = data.fit(args, problems, tokenizer)
+    eval_problems, eval_prompts = data.fit(args, eval_problems, tokenizer)
 
-    import deepspeed  # seconds each
-    from transformers import AutoTokenizer
-
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", run.local_rank()) if on_gpu else torch.device("cpu")
-    dtype = run.resolve_dtype(args.dtype)
-    deepspeed.init_distributed(dist_backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-
-    trusted = args.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=trusted)
-    max_prompt_len = args.max_model_len - args.max_response_len
-    num_loaded = len(problems)
-    problems, prompts = data.encode_prompts(problems, tokenizer, max_prompt_len)
-    eval_problems, eval_prompts = data.encode_prompts(
-        eval_problems[: args.eval_problems], tokenizer, max_prompt_len
-    )
-    shares = args.gpu_memory_utilization, args.tensor_parallel_size
-    sampler = sampling.Sampler(args.model, dtype, args.max_model_len, *shares, trusted)
-    model = run.load_model(args.model, dtype, trusted)
-    ref_model = copy.deepcopy(model)
-    args.num_prompts = min(args.num_prompts, len(problems))  # none twice in an iteration
-    num_responses = args.num_prompts * args.group_size  # B
-    adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
-    ds_config = {
-        "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours, of any number and size
-        "gradient_clipping": args.max_grad_norm,
-        "zero_optimization": {"stage": args.zero_stage},
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "optimizer": {"type": "AdamW", "params": adamw},
-    }
+    sampler = sampling.Sampler(args, tokenizer)
+    model = engines.load_model(args, tokenizer)
+    ref_model = copy.deepcopy(model)  # stays on the host
+    args = replace(args, num_prompts=min(args.num_prompts, len(problems)))  # none twice
 
     # ==== 5.1 start, or go on from the newest checkpoint ==========================================
     start = logger.open({}, args.num_iterations)  # an iteration needs the last one's weights only
     if start:
-        model = run.load_model(f"{logger.path(start)}/hf", dtype, trusted)
+        model = engines.load_model(args, tokenizer, f"{logger.checkpoints.path(start)}/hf")
     sampler.wake(model.to(device))
-    logger.say(
-        f"{args.num_prompts} prompts x {args.group_size} responses = {num_responses} episodes an "
-        f"iteration, on {world_size} ranks; {len(problems)} problems "
-        f"({num_loaded - len(problems)} dropped for the length of their prompt)"
-    )
+    ranks.say(f"{args.num_prompts} prompts x {args.group_size} responses, on {world_size} ranks")
 
     for iteration in range(start, args.num_iterations):
         metrics: dict[str, float] = {}
 
-        # ==== 6.1 draw prompts: the same on every rank; each prompt stands G times in a row =======
-        drawn = run.draw(len(problems), iteration * args.num_prompts, args.num_prompts, args.seed)
+        # ==== 6.1 draw prompts: each stands G times in a row ======================================
+        drawn = ranks.draw(len(problems), iteration * args.num_prompts, args.num_prompts, args.seed)
         b_problem = [index for index in drawn for _ in range(args.group_size)]
         b_prompt_ids = [prompts[index] for index in b_problem]
         b_answer = [problems[index].answer for index in b_problem]
 
-        # ==== 6.2 sample responses: a rank for its share of the prompts; then every rank has all ==
+        # ==== 6.2 sample responses ================================================================
         logger.phase("sample")
         groups = sampler.generate(
-            [prompts[index] for index in run.share(drawn)],
+            [prompts[index] for index in drawn],
             n=args.group_size,
+            max_tokens=[args.max_response_len] * args.num_prompts,
             temperature=args.temperature,
-            top_p=args.top_p,
-            max_tokens=[args.max_response_len] * len(run.share(drawn)),
-            seed=run.seed_of(args.seed, iteration, "sample", rank),
-            stop=args.stop,
+            seed=(args.seed, iteration, "sample"),
             logprobs=True,
         )
-        samples = run.gather([sample for group in groups for sample in group])
+        samples = [sample for group in groups for sample in group]
         b_response_ids = [sample.ids for sample in samples]
-        finished = [sample.finished for sample in samples]
-        lengths = [len(ids) for ids in b_response_ids]
         metrics |= sampling.describe(samples)
 
         # ==== 6.3 rewards (B,): 1 for a right answer; a response that was cut off never has one ===
         logger.phase("grade")
-        mine = [run.share(items) for items in (b_response_ids, finished, b_answer)]
-        rewards = grading.grade_all(tokenizer, *mine, task.grading_rule)
-        b_rewards = torch.tensor(run.gather(rewards))
+        b_rewards = torch.tensor(grading.grade_all(tokenizer, samples, b_answer, task.grading_rule))
         metrics["rollout/reward"] = b_rewards.mean().item()
 
         # ==== 6.4 keep the right ones: N of B =====================================================
+        logger.phase("logprobs")
+        batch = batches.Batch(b_prompt_ids, b_response_ids, args.micro_batch_tokens, device)
+        response_mask = batch.response_mask
+        logprobs = batch.map(lambda *x, model=model: compute_logprobs(model, *x, args.temperature))
+        metrics["policy/sampler_gap"] = sampling.measure_gap(samples, logprobs, response_mask)
+        record = {"logprobs": logprobs, "input_ids": batch.input_ids, "mask": response_mask}
+        logger.check(metrics, **record)
         kept = (b_rewards == 1).nonzero().flatten().tolist()  # (N,) rows
-        # from lengths, never from ids: EOS is a token to learn even where pad == eos
-        response_mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
-        prompt_lens = torch.tensor([len(ids) for ids in b_prompt_ids])
-        sequences = [p + r for p, r in zip(b_prompt_ids, b_response_ids, strict=True)]
-        sequence_lens = [len(ids) for ids in sequences]
-        input_ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
-        sampler_logprobs = pad_sequence([torch.tensor(s.logprobs) for s in samples], True)
-        passes = run.plan_passes(range(num_responses), sequence_lens, args.micro_batch_tokens)
-        gap = torch.zeros(2)  # sum of |sampler - trainer|, number of tokens
-        with torch.no_grad():
-            for rows, weight in passes:
-                last = rows[-1:]  # the longest, at temperature 1: the sampler's log-probs are raw
-                inputs = run.take(last, device, input_ids, prompt_lens, response_mask)
-                raw = compute_logprobs(model, *inputs, temperature=1.0).cpu()
-                differences = (raw - sampler_logprobs[last]).abs() * response_mask[last]
-                gap += torch.stack([differences.sum(), response_mask[last].sum()]) * weight
-        dist.all_reduce(gap)
-        metrics["policy/sampler_gap"] = (gap[0] / gap[1]).item()
-        record = {"input_ids": input_ids, "prompt_lens": prompt_lens, "mask": response_mask}
-        logger.check(metrics, record)
         mb_size = min(args.minibatch_size, len(kept))
         num_updates = math.ceil(args.update_epochs * len(kept) / max(1, mb_size))
 
@@ -286,13 +184,8 @@ def main(args: Args) -> None:
         sampler.sleep()
         policy = model = None
         gc.collect()  # the last engine goes before the next one comes
-        model = run.load_model(args.model, dtype, trusted)
-        policy, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=ds_config
-        )
-        policy.eval()  # no dropout
-        if args.gradient_checkpointing:
-            run.checkpoint_activations(policy.module)
+        model = engines.load_model(args, tokenizer)
+        policy = engines.initialize(model, args)
 
         # ==== 6.6 update: minibatches x micro-batches, and the walk along the checkpoints =========
         updates: list[dict[str, float]] = []
@@ -301,22 +194,11 @@ def main(args: Args) -> None:
             if update % args.eval_every == 0 or update == num_updates:
                 logger.phase("evaluate")
                 sampler.wake(policy.module)
-                scores = sampling.evaluate(
-                    sampler,
-                    eval_prompts,
-                    [problem.answer for problem in eval_problems],
-                    rule=task.grading_rule,
-                    rounds=args.eval_rounds,
-                    temperature=args.eval_temperature,
-                    top_p=args.top_p,
-                    max_tokens=args.max_response_len,
-                    seed=run.seed_of(args.seed, iteration, "evaluate"),
-                    stop=args.stop,
-                )
-                metrics["eval/pass@1"] = sum(scores) / len(scores)
+                seed = ranks.seed_of(args.seed, iteration, "evaluate")
+                scores = sampler.evaluate(eval_problems, eval_prompts, task.grading_rule, seed)
+                accuracies.append(sum(scores) / len(scores))
                 sampler.sleep()
-                accuracies.append(metrics["eval/pass@1"])
-                logger.say(f"walk: step {update} of {num_updates}: {accuracies[-1]:.3f}")
+                ranks.say(f"walk: step {update} of {num_updates}: {accuracies[-1]:.3f}")
                 if select_checkpoint(accuracies) < len(accuracies) - 1:
                     break
                 chosen = {name: x.cpu().clone() for name, x in policy.module.state_dict().items()}
@@ -324,12 +206,12 @@ def main(args: Args) -> None:
             if update == num_updates:
                 break
             logger.phase("update")
-            drawn = run.draw(len(kept), update * mb_size, mb_size, args.seed, iteration, "update")
+            drawn = ranks.draw(len(kept), update * mb_size, mb_size, args.seed, iteration, "update")
             mb_rows = [kept[index] for index in drawn]
             total = torch.zeros(1)
-            passes = run.plan_passes(mb_rows, sequence_lens, args.micro_batch_tokens)
+            passes = batch.passes(mb_rows)
             for i, (rows, weight) in enumerate(passes):
-                inputs = run.take(rows, device, input_ids, prompt_lens, response_mask)
+                inputs = batch.take(rows)
                 logprobs = compute_logprobs(policy, *inputs, args.temperature)
                 loss = compute_sft_loss(logprobs, inputs[-1], mb_size) * weight
                 policy.set_gradient_accumulation_boundary(i == len(passes) - 1)
@@ -337,9 +219,10 @@ def main(args: Args) -> None:
                 total += loss.detach().cpu()
             dist.all_reduce(total)
             lr = learning_rate_at(update, num_updates, args.learning_rate, args.warmup_fraction)
-            updates.append({"loss/sft": total.item(), "learning_rate": lr})
-            updates[-1]["policy/grad_norm"] = run.step(policy, lr, total.item())
-            logger.check(updates[-1], record | {"minibatch": torch.tensor(mb_rows)})
+            means = {"loss/sft": total.item(), "learning_rate": lr}
+            means["policy/grad_norm"] = engines.step(policy, lr)
+            logger.check(means, **record, minibatch=torch.tensor(mb_rows))
+            updates.append(means)
 
         # ==== 6.7 weights to the sampler: of the chosen checkpoint ================================
         logger.phase("sync")
@@ -348,18 +231,20 @@ def main(args: Args) -> None:
 
         # ==== 6.8 log, evaluate, save =============================================================
         done = iteration + 1
+        is_last = done == args.num_iterations
         metrics |= run.mean_of(updates)
         metrics["eval/pass@1"] = max(accuracies)  # of the chosen one: they rose up to it
         metrics["walk/kept"] = len(kept)
         metrics["walk/updates"] = len(updates)
         metrics["walk/evaluations"] = len(accuracies)
-        metrics["policy/weight_distance"] = run.weight_distance(policy.module, ref_model)
+        metrics["policy/weight_distance"] = engines.weight_distance(policy.module, ref_model)
         logger.log(done, metrics)
-        logger.save(done, {}, policy.module, tokenizer)
+        if done % args.save_every == 0 or is_last or logger.stopping:
+            logger.save(done, {}, policy.module, tokenizer)
         policy.destroy()
     logger.close()
 
 
 # ==== 7. run ======================================================================================
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(flags.parse(Args))

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 import tyro
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import vineppo
-from analysis.gradient import Draw, cosine, index_steps, known_values, make_study, pad
+from analysis.gradient import Draw, cosine, known_values, make_study, pad
+from experiments import vineppo_cheap
 
 
 class Response(NamedTuple):
@@ -235,15 +235,14 @@ def main(
         ]
         inputs = pad(episodes, study.policy.device)
         mask = inputs[-1].cpu()
-        step_index = index_steps(episodes, mask)
+        ends = [e.ends for e in episodes]
         rewards = torch.tensor([e.reward for e in episodes])
         known = [known_values(study, e) for e in episodes]
         logprobs = vineppo.compute_logprobs(study.policy, *inputs, temperature)
 
-        def measure(name, values, smoothing, inputs=(rewards, step_index, mask, logprobs)):
-            rewards, step_index, mask, logprobs = inputs
-            padded = pad_sequence([torch.tensor(v) for v in values], batch_first=True)
-            advantages = vineppo.compute_advantages(rewards, padded, step_index, mask, smoothing)
+        def measure(name, values, smoothing, inputs=(rewards, ends, mask, logprobs)):
+            rewards, ends, mask, logprobs = inputs
+            advantages = vineppo_cheap.compute_advantages(rewards, values, ends, mask, smoothing)
             cosines[name].append(cosine(study, logprobs, advantages, mask))
 
         chains = [row for row, e in enumerate(episodes) if e.digits]

@@ -32,8 +32,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from analysis.curves import read_metrics
-from analysis.demo import SFT, make_launcher, make_sft
 from common import UsageError, data, require
+from recipes.demo import SFT, make_launcher, make_sft
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -113,9 +113,11 @@ def plan(wanted: list[tuple], folder: str) -> tuple[Runs, dict[str, list[str]]]:
         method, rate, seed, *flags = key
         suffix = "".join(flags).replace("--", "-")
         path = runs[key] = f"{folder}/{method}-lr{rate:g}-seed{seed}{suffix}"
-        command = [f"{method}.py", "--model", f"{SFT}/hf", "--output-dir", path]
+        is_fork = method not in METHODS
+        command = ["-m", f"experiments.{method}"] if is_fork else [f"{method}.py"]
+        command += ["--model", f"{SFT}/hf", "--output-dir", path]
         command += ["--seed", str(seed), "--learning-rate", f"{rate:g}"]
-        command += [*METHODS[method], *EVALUATION, *flags]
+        command += [*METHODS.get(method, ONLINE), *EVALUATION, *flags]
         origin = f"{' '.join(command)} of {weights}\n"
         if os.path.exists(f"{path}.origin"):
             with open(f"{path}.origin") as file:

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 import torch
 import tyro
-from torch.nn.utils.rnn import pad_sequence
 
 import grpo
 import ppo
 import vineppo
 from analysis import values
-from common import require, run, steps
+from common import flags, ranks, require, steps
+from common.batches import Batch
 
 
 @dataclass
@@ -51,9 +51,9 @@ def give_credit(
 ) -> list[dict]:
     """All responses to the prompts, G in a row for each: prompt, answer, reward and steps, each
     with its text, value (VinePPO's), critic (PPO's, of the state it starts in) and advantages.
-    `cap`: --max-steps-valued of vineppo.py; `gae`: --gamma and --gae-lambda of ppo.py."""
+    `cap`: --max-steps-valued of vineppo_cheap.py; `gae`: --gamma and --gae-lambda of ppo.py."""
     args = prober.args
-    seeds = (run.seed_of(args.seed, name) for name in ("responses", "rollouts"))
+    seeds = (ranks.seed_of(args.seed, name) for name in ("responses", "rollouts"))
     groups = prober.roll_out(prompts, [[]] * len(prompts), args.group_size, next(seeds))
     rows = [
         (problem, prompt, sample.ids, reward)
@@ -61,44 +61,33 @@ def give_credit(
         for sample, reward in zip(group, prober.grade([], group, problem.answer), strict=True)
     ]
     require(all(ids for *_, ids, _ in rows), "a response is empty: nothing to give credit to")
-    ends = [
-        steps.split_steps(ids, prober.tokenizer, prober.task.step_rule)[0] for *_, ids, _ in rows
-    ]
+    ends = [steps.split_steps(ids, prober.tokenizer, prober.task.step_rule) for *_, ids, _ in rows]
     ends = [of_row[:-1][: cap - 1] + of_row[-1:] if cap else of_row for of_row in ends]
     starts = [[0, *of_row[:-1]] for of_row in ends]
-    keys = [
+    states: dict[tuple, int] = {}  # equal ones once, as vineppo.py shares them -> a row
+    visited = [
         [(*prompt, -1, *ids[:start]) for start in of_row]
         for (_, prompt, ids, _), of_row in zip(rows, starts, strict=True)
     ]
-    states: dict[tuple, tuple[int, int]] = {}  # equal ones once, as vineppo.py shares them
-    for row, of_row in enumerate(keys):
-        for key, start in zip(of_row, starts[row], strict=True):
-            states.setdefault(key, (row, start))
-    prefixes = [rows[row][2][:start] for row, start in states.values()]
-    prompts_of = [rows[row][1] for row, _ in states.values()]
+    for row, of_row in enumerate(visited):
+        for state in of_row:
+            states.setdefault(state, row)
+    prefixes = [list(state[state.index(-1) + 1 :]) for state in states]
+    groups = prober.roll_out(
+        [rows[row][1] for row in states.values()], prefixes, args.k, next(seeds)
+    )
     value_of = {}
-    for (key, (row, _)), prefix, group in zip(
-        states.items(),
-        prefixes,
-        prober.roll_out(prompts_of, prefixes, args.k, next(seeds)),
-        strict=True,
-    ):
-        value_of[key] = sum(prober.grade(prefix, group, rows[row][0].answer)) / args.k
-    measured = [[value_of[key] for key in of_row] for of_row in keys]
+    for (state, row), prefix, group in zip(states.items(), prefixes, groups, strict=True):
+        value_of[state] = sum(prober.grade(prefix, group, rows[row][0].answer)) / args.k
+    measured = [[value_of[state] for state in of_row] for of_row in visited]
 
     rewards = torch.tensor([reward for *_, reward in rows])
-    lengths = torch.tensor([len(ids) for *_, ids, _ in rows])
-    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()  # (B, T)
-    step_index = torch.zeros(mask.shape, dtype=torch.long)
-    for row, of_row in enumerate(ends):
-        for end in of_row[:-1]:
-            step_index[row, end:] += 1
-    padded = pad_sequence([torch.tensor(v) for v in measured], batch_first=True)
-    advantages = {"VinePPO": vineppo.compute_advantages(rewards, padded, step_index, mask)}
+    device = getattr(prober.critic, "device", "cpu")
+    batch = Batch([prompt for _, prompt, *_ in rows], [ids for *_, ids, _ in rows], 0, device)
+    inputs = batch.take(list(range(len(rows))))
+    mask = batch.response_mask
+    advantages = {"VinePPO": vineppo.compute_advantages(rewards, measured, ends, mask)}
     if prober.critic is not None:
-        ids = pad_sequence([torch.tensor(p + r) for _, p, r, _ in rows], batch_first=True)
-        prompt_lens = torch.tensor([len(prompt) for _, prompt, *_ in rows])
-        inputs = [x.to(prober.critic.device) for x in (ids, prompt_lens, mask)]
         learnt = ppo.compute_values(prober.critic, *inputs).cpu()  # (B, T)
         advantages["PPO"] = ppo.compute_advantages(rewards, learnt, mask, *gae)
     advantages["GRPO"] = grpo.compute_advantages(rewards, args.group_size, mask)
@@ -208,7 +197,7 @@ def as_page(chosen: dict[str, dict], source: str) -> str:
 
 
 def main(args: Args) -> None:
-    run.check_at_least_1(args, "num_prompts", "k")
+    flags.check(args)
     settings = values.Args(num_prompts=args.num_prompts, k=args.k, seed=args.seed)
     settings, checkpoints, saved = values.read_run(args.run, settings)
     critic, of_critic = "", saved
@@ -219,7 +208,7 @@ def main(args: Args) -> None:
             of_critic["script"] == "ppo" and same,
             f"--critic {args.critic}: not a run of ppo.py from {saved['model']} on {saved['task']}",
         )
-        critic = os.path.join(os.path.dirname(found[max(found)]), "critic.safetensors")
+        critic = os.path.join(os.path.dirname(found[max(found)]), "critic_hf/model.safetensors")
         require(os.path.exists(critic), f"--critic {args.critic}: {critic} is not there")
     model = checkpoints[max(checkpoints)]
     prober, problems, prompts = values.set_up(settings, model)

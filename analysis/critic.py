@@ -14,7 +14,6 @@ import os
 import statistics
 
 import torch
-import torch.distributed as dist
 import tyro
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -23,7 +22,7 @@ import ppo
 from analysis.exact import exact_values
 from analysis.gradient import Episode, fact_table, pad, sample_episodes
 from analysis.values import measure
-from common import data, run, sampling
+from common import data, engines, ranks, sampling
 
 
 def token_values(episode: Episode, values: torch.Tensor, equals: int) -> torch.Tensor:
@@ -47,16 +46,11 @@ def main(
     output: str = "",
 ) -> None:
     """`output`: a JSON file for the curve of the explained variance."""
-    run.set_up_processes()
-    run.check_model(model, 128)
-    from transformers import AutoTokenizer
-
-    on_gpu = torch.cuda.is_available()
-    device = "cuda" if on_gpu else "cpu"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    sampler = sampling.Sampler(model, "float32", 128, 0.4)
-    policy = run.load_model(model, "float32").to(device)
+    _, _, device = ranks.set_up()
+    args = ppo.Args(model=model, dtype="float32", gpu_memory_utilization=0.4)
+    tokenizer = engines.load_tokenizer(args)
+    sampler = sampling.Sampler(args, tokenizer)
+    policy = engines.load_model(args, tokenizer).to(device)
     problems = data.load_problems("chain", "sft")[:num_responses]
     others = data.load_problems("chain", "train")[:500]
     episodes = sample_episodes(sampler, tokenizer, problems + others, 1, temperature, seed)
@@ -72,7 +66,7 @@ def main(
     train = [pair for pair in known if pair[0].problem not in of_others]
 
     critic = policy  # it is not needed any more
-    torch.manual_seed(run.seed_of(seed, "critic"))
+    torch.manual_seed(ranks.seed_of(seed, "critic"))
     head = torch.nn.Linear(critic.get_output_embeddings().in_features, 1).to(device)
     torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
     torch.nn.init.zeros_(head.bias)
@@ -92,7 +86,9 @@ def main(
         return measure(targets, predicted)
 
     curve = [(0, score())]
-    steps = [order for epoch in range(epochs) for order in batches_of(len(train), seed, epoch)]
+    steps = [
+        rows for epoch in range(epochs) for rows in ranks.minibatches(len(train), 64, seed, epoch)
+    ]
     for step, rows in enumerate(bar := tqdm(steps, unit="step")):
         rate = ppo.learning_rate_at(step, len(steps), learning_rate, 0.03)
         optimizer.param_groups[0]["lr"] = rate
@@ -118,11 +114,6 @@ def main(
         with open(output + ".tmp", "w") as file:
             json.dump(result, file)
         os.replace(output + ".tmp", output)
-
-
-def batches_of(num_items: int, seed: int, epoch: int) -> list[list[int]]:
-    order = run.draw(num_items, 0, num_items, seed, epoch)
-    return [order[i : i + 64] for i in range(0, num_items, 64)]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from common.data import apply_operation
+from tasks.chain import apply_operation
 
 LINE = re.compile(r"(?:[a-z]+ )?(\d)([+-])(\d)=(\d)(?: [a-z]+)?\n")  # fillers or none
 OPS = "+-"

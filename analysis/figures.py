@@ -34,6 +34,7 @@ from analysis.compare import (
 )
 from common import require
 
+UNSHARED = ("--no-share-rollouts",)
 KS = {1: "#7fb8de", 3: "#2f86c6", 9: "#08306b"}
 TRUTH = values.Args.truth
 TEMPERATURES = {0.6: "-", 0.8: "--", 1.0: ":"}
@@ -298,7 +299,7 @@ def main(args: Args) -> None:
     paths, best, seeds = compared["paths"], compared["best"], compared["seeds"]
     methods = {*STATES_OF.values()}
     require(methods <= paths.keys(), f"{args.folder} lacks runs of one of {', '.join(methods)}")
-    for method, name in (*((m, "hf") for m in methods), ("ppo", "critic.safetensors")):
+    for method, name in (*((m, "hf") for m in methods), ("ppo", "critic_hf")):
         for path in paths[method]:
             for i in args.iterations:
                 file = f"{path}/checkpoints/iteration_{i:06d}/{name}"
@@ -308,7 +309,7 @@ def main(args: Args) -> None:
     os.makedirs(args.output, exist_ok=True)
 
     of_k = {
-        k: [("vineppo", best["vineppo"], s, "--no-share-rollouts", "--k", str(k)) for s in seeds]
+        k: [("vineppo_cheap", best["vineppo"], s, *UNSHARED, "--k", str(k)) for s in seeds]
         for k in KS
     }
     of_temperature = {

@@ -7,7 +7,7 @@ The exact gradient knows no sampled reward and no sampled digit: at the `=` of e
 responses it is sum over results of grad P(result) * V(state after it), V by dynamic programming.
 (What else a response says changes nothing.) An estimator's gradient is that of an iteration before
 its first step, without KL: mean over tokens of A grad log P(token). Every state has rollouts of its
-own here, the prompt too (--no-share-rollouts).
+own here, the prompt too.
 """
 
 import itertools
@@ -17,9 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import tyro
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import grpo
@@ -27,7 +25,8 @@ import ppo
 import rloo
 import vineppo
 from analysis.exact import OPS, exact_values, read_digits, read_prompt
-from common import data, grading, require, run, sampling, steps
+from common import data, engines, grading, ranks, require, sampling, steps
+from common.batches import Batch
 
 MAX_RESPONSE_LEN = 80
 
@@ -44,26 +43,22 @@ class Episode(NamedTuple):
 def sample_episodes(sampler, tokenizer, problems, group_size, temperature, seed) -> list[Episode]:
     prompts = tokenizer([problem.prompt for problem in problems]).input_ids
     limits = [MAX_RESPONSE_LEN] * len(prompts)
-    groups = sampler.generate(prompts, group_size, temperature, 1.0, limits, seed)
+    groups = sampler.generate(prompts, group_size, limits, temperature, (seed, "responses"))
     episodes = []
     for problem, prompt_ids, group in zip(problems, prompts, groups, strict=True):
-        ids, finished = [s.ids for s in group], [s.finished for s in group]
-        rewards = grading.grade_all(tokenizer, ids, finished, [problem.answer] * group_size, "####")
-        for response, reward in zip(ids, rewards, strict=True):
-            ends, _ = steps.split_steps(response, tokenizer, "line")
-            texts = steps.step_texts(response, ends, tokenizer)
+        rewards = grading.grade_all(tokenizer, group, [problem.answer] * group_size, "####")
+        for sample, reward in zip(group, rewards, strict=True):
+            ends = steps.split_steps(sample.ids, tokenizer, "line")
+            texts = steps.step_texts(sample.ids, ends, tokenizer)
             digits = read_digits(problem.prompt, texts)
-            episodes.append(Episode(problem, prompt_ids, response, reward, ends, digits))
+            episodes.append(Episode(problem, prompt_ids, sample.ids, reward, ends, digits))
     return episodes
 
 
 def pad(episodes: list[Episode], device) -> list[torch.Tensor]:
     """(b, L) input_ids, (b,) prompt_lens, (b, T) response_mask."""
-    sequences = [torch.tensor(e.prompt_ids + e.ids) for e in episodes]
-    prompt_lens = torch.tensor([len(e.prompt_ids) for e in episodes])
-    lengths = torch.tensor([len(e.ids) for e in episodes])
-    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
-    return [x.to(device) for x in (pad_sequence(sequences, batch_first=True), prompt_lens, mask)]
+    batch = Batch([e.prompt_ids for e in episodes], [e.ids for e in episodes], 0, device)
+    return batch.take(list(range(len(episodes))))
 
 
 def result_probabilities(
@@ -137,16 +132,11 @@ def make_study(
     others = data.load_problems("chain", "sft")[:exact_episodes]
     problems = data.load_problems("chain", "train")[: batches * num_prompts]
     require(len(problems) == batches * num_prompts, f"--batches {batches}: too few prompts for it")
-    run.set_up_processes()
-    run.check_model(model, 128)
-    from transformers import AutoTokenizer
-
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    sampler = sampling.Sampler(model, "float32", 128, 0.4)
-    policy = run.load_model(model, "float32")
-    policy.to("cuda" if on_gpu else "cpu")
+    _, _, device = ranks.set_up()
+    args = vineppo.Args(model=model, dtype="float32", gpu_memory_utilization=0.4)
+    tokenizer = engines.load_tokenizer(args)
+    sampler = sampling.Sampler(args, tokenizer)
+    policy = engines.load_model(args, tokenizer).to(device)
     values_of = [problem.prompt for problem in others + problems]
     others = sample_episodes(sampler, tokenizer, others, 1, temperature, seed)
     episodes = sample_episodes(sampler, tokenizer, problems, group_size, temperature, seed + 1)
@@ -167,16 +157,15 @@ def make_study(
     groups = sampler.generate(
         [e.prompt_ids + prefix for (e, _), prefix in zip(starts, prefixes, strict=True)],
         k,
-        temperature,
-        1.0,
         [MAX_RESPONSE_LEN - len(prefix) for prefix in prefixes],
-        seed + 2,
+        temperature,
+        (seed, "rollouts"),
         progress=True,
     )
     of_state = []
     for (e, _), prefix, group in zip(starts, prefixes, groups, strict=True):
-        ids, ended = [prefix + r.ids for r in group], [r.finished for r in group]
-        rewards = grading.grade_all(tokenizer, ids, ended, [e.problem.answer] * k, "####")
+        whole = [rollout._replace(ids=prefix + rollout.ids) for rollout in group]
+        rewards = grading.grade_all(tokenizer, whole, [e.problem.answer] * k, "####")
         of_state.append([Draw(x, r.ids) for x, r in zip(rewards, group, strict=True)])
     draws = [[of_state.pop(0) for _ in e.ends] for e in episodes]
 
@@ -198,15 +187,6 @@ def known_values(study: Study, e: Episode) -> list[float]:
     if not e.digits:
         return [0.0] * len(e.ends)
     return [study.values[e.problem.prompt][i, d].item() for i, d in enumerate(e.digits)]
-
-
-def index_steps(batch: list[Episode], mask: torch.Tensor) -> torch.Tensor:
-    """(b, T), the step of each token."""
-    step_index = torch.zeros(mask.shape, dtype=torch.long)
-    for row, e in enumerate(batch):
-        for end in e.ends[:-1]:
-            step_index[row, end:] += 1
-    return step_index
 
 
 def cosine(
@@ -242,16 +222,12 @@ def main(
         inputs = pad(batch, policy.device)
         mask = inputs[-1].cpu()
         rewards = torch.tensor([e.reward for e in batch])
-        step_index = index_steps(batch, mask)
+        ends = [e.ends for e in batch]
         of_k = {
             k: [[sum(d.reward for d in of[:k]) / k for of in states] for states in draws]
             for k in ks
         }
         known = [known_values(study, e) for e in batch]
-
-        def by_steps(step_values, rewards=rewards, step_index=step_index, mask=mask):
-            padded = pad_sequence([torch.tensor(v) for v in step_values], batch_first=True)
-            return vineppo.compute_advantages(rewards, padded, step_index, mask)
 
         known_at = torch.zeros_like(mask)  # value of the state before each token
         for row, e in enumerate(batch):
@@ -266,9 +242,11 @@ def main(
             "PPO, exact values as critic": ppo.compute_advantages(
                 rewards, known_at, mask, 1.0, 1.0
             ),
-            **{f"VinePPO, K = {k}": by_steps(of_k[k]) for k in ks},
-            "VinePPO, exact values": by_steps(known),
+            "VinePPO, exact values": vineppo.compute_advantages(rewards, known, ends, mask),
         }
+        for k in ks:
+            measured = vineppo.compute_advantages(rewards, of_k[k], ends, mask)
+            estimates[f"VinePPO, K = {k}"] = measured
         logprobs = vineppo.compute_logprobs(policy, *inputs, temperature)
         for name, advantages in estimates.items():
             both = advantages, vineppo.whiten(advantages, mask)

@@ -22,22 +22,20 @@ import os
 import random
 import statistics
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-import torch.distributed as dist
-import tyro
 
+import mathequal
 import ppo
 from analysis.exact import exact_values, read_digits
-from common import data, grading, require, run, sampling, steps
+from common import data, engines, flags, grading, ranks, require, sampling, steps
 
 CLOSE = 0.05  # a value within that of the truth is right (section 7)
 ESTIMATORS = ("vineppo", "ppo", "grpo", "rloo")
 
 
 @dataclass
-class Args:
+class Args(flags.Model, flags.Sampler):
     run: str = ""
     """folder of a run: its checkpoints and settings, and the results go to its values/"""
     iterations: tuple[int, ...] = ()
@@ -51,21 +49,17 @@ class Args:
     """rollouts that make the truth of a state"""
     k: int = 9
     """rollouts of VinePPO's estimate"""
-    seed: int = 1
+    gpu_memory_utilization: float = 0.4
+    """share of a GPU's memory for vLLM"""
 
-    # without a run (with one, these are the run's)
+    # without a run (with one, these are the run's, and so is the task)
     model: str = ""
     """a checkpoint folder, or a name on the hub"""
     output: str = "values.json"
-    task: str = "chain"
-    data_dir: str = ""
     group_size: int = 8
     temperature: float = 0.6
     top_p: float = 1.0
-    stop: str = ""
     max_response_len: int = 80
-    max_model_len: int = 128
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
 # ---- measures ------------------------------------------------------------------------------------
@@ -152,16 +146,16 @@ class Prober:
         """Go on with another checkpoint; `critic`: the file of one, by default that beside it."""
         import safetensors.torch
 
-        dtype = getattr(torch, self.args.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        policy = run.load_model(model, dtype)
+        policy = engines.load_model(self.args, self.tokenizer, model)
         self.sampler.wake(policy)
-        critic = critic or os.path.join(os.path.dirname(model), "critic.safetensors")
+        critic = critic or os.path.join(os.path.dirname(model), "critic_hf/model.safetensors")
         self.critic = None
         if os.path.exists(critic):  # as section 5b of ppo.py makes it
-            self.critic = run.load_model(model, dtype)
+            self.critic = engines.load_model(self.args, self.tokenizer, model)
             hidden_size = self.critic.get_output_embeddings().in_features
-            self.critic.set_output_embeddings(torch.nn.Linear(hidden_size, 1, dtype=dtype))
+            head = torch.nn.Linear(hidden_size, 1, dtype=self.critic.dtype)
+            self.critic.set_output_embeddings(head)
             self.critic.load_state_dict(safetensors.torch.load_file(critic))
             self.critic.to(device)
         return policy.to(device)
@@ -173,22 +167,16 @@ class Prober:
         return self.sampler.generate(
             [prompt + prefix for prompt, prefix in zip(prompts, prefixes, strict=True)],
             n=n,
-            temperature=self.args.temperature,
-            top_p=self.args.top_p,
             max_tokens=[self.args.max_response_len - len(prefix) for prefix in prefixes],
-            seed=seed,
-            stop=self.args.stop,
+            temperature=self.args.temperature,
+            seed=(seed,),
             progress=n > 1,
         )
 
     def grade(self, prefix: list[int], rollouts: list[sampling.Sample], answer: str) -> list[float]:
-        return grading.grade_all(
-            self.tokenizer,
-            [prefix + rollout.ids for rollout in rollouts],
-            [rollout.finished for rollout in rollouts],
-            [answer] * len(rollouts),
-            self.task.grading_rule,
-        )
+        whole = [rollout._replace(ids=prefix + rollout.ids) for rollout in rollouts]
+        answers = [answer] * len(rollouts)
+        return grading.grade_all(self.tokenizer, whole, answers, self.task.grading_rule)
 
     def values(self, prompts, prefixes, answers: list[str], seed: int) -> list[dict[str, float]]:
         """Truth, VinePPO's estimate and the critic's, for the state behind each prefix."""
@@ -221,13 +209,13 @@ def probe_states(prober: Prober, problems, prompts, seed: int) -> tuple[list[dic
     """States of the checkpoint's own responses with truth and predictions, and all responses as
     (problem, prompt ids, ids, reward, step ends)."""
     args = prober.args
-    own = run.seed_of(seed, "responses")
+    own = ranks.seed_of(seed, "responses")
     groups = prober.roll_out(prompts, [[]] * len(prompts), args.group_size, own)
     responses, candidates = [], []
     for problem, prompt, group in zip(problems, prompts, groups, strict=True):
         rewards = prober.grade([], group, problem.answer)
         for sample, reward in zip(group, rewards, strict=True):
-            ends, _ = steps.split_steps(sample.ids, prober.tokenizer, prober.task.step_rule)
+            ends = steps.split_steps(sample.ids, prober.tokenizer, prober.task.step_rule)
             responses.append((problem, prompt, sample.ids, reward, ends))
             others = (sum(rewards) - reward) / max(1, len(rewards) - 1)
             group_mean = {"grpo": statistics.mean(rewards), "rloo": others}
@@ -238,7 +226,7 @@ def probe_states(prober: Prober, problems, prompts, seed: int) -> tuple[list[dic
         [prompt for (_, prompt, *_), _, _ in chosen],
         [ids[:start] for start, ids in starts],
         [problem.answer for (problem, *_), _, _ in chosen],
-        run.seed_of(seed, "values"),
+        ranks.seed_of(seed, "values"),
     )
     states = []
     for ((problem, _, ids, reward, ends), i, group_mean), value in zip(chosen, values, strict=True):
@@ -255,13 +243,13 @@ def probe_actions(prober: Prober, responses: list[tuple], seed: int) -> list[lis
     candidates = [(r, start) for r in responses for start in [0, *r[4][:-2]] if len(r[4]) > 1]
     chosen = rng.sample(candidates, min(args.num_actions, len(candidates)))
     prefixes = [r[2][:start] for r, start in chosen]
-    groups = prober.roll_out([r[1] for r, _ in chosen], prefixes, 5, run.seed_of(seed, "actions"))
+    groups = prober.roll_out([r[1] for r, _ in chosen], prefixes, 5, ranks.seed_of(seed, "actions"))
     options = []  # (which state, prefix)
     for i, (prefix, group) in enumerate(zip(prefixes, groups, strict=True)):
         found = set()
         for sample in group:
             ids = prefix + sample.ids
-            ends, _ = steps.split_steps(ids, prober.tokenizer, prober.task.step_rule)
+            ends = steps.split_steps(ids, prober.tokenizer, prober.task.step_rule)
             first = next((end for end in ends if end > len(prefix)), len(ids))
             if first < len(ids):
                 found.add(tuple(ids[:first]))
@@ -271,7 +259,7 @@ def probe_actions(prober: Prober, responses: list[tuple], seed: int) -> list[lis
         [chosen[i][0][1] for i, _ in options],
         [ids for _, ids in options],
         [chosen[i][0][0].answer for i, _ in options],
-        run.seed_of(seed, "next"),
+        ranks.seed_of(seed, "next"),
     )
     actions: dict[int, list[dict]] = {}
     for (i, _), value in zip(options, values, strict=True):
@@ -285,7 +273,7 @@ def add_exact_values(prober: Prober, states: list[dict], policy, seed: int) -> N
     from analysis.gradient import fact_table, sample_episodes
 
     problems = data.load_problems("chain", "sft")[:2048]
-    options = prober.args.temperature, run.seed_of(seed, "facts")
+    options = prober.args.temperature, ranks.seed_of(seed, "facts")
     episodes = sample_episodes(prober.sampler, prober.tokenizer, problems, 1, *options)
     table = fact_table(policy, prober.tokenizer, episodes, prober.args.temperature)
     for state in states:
@@ -328,7 +316,7 @@ def read_run(folder: str, args: Args) -> tuple[Args, dict[int, str], dict]:
     with open(path) as file:
         saved = json.load(file)
     names = ("task", "data_dir", "group_size", "temperature", "top_p", "stop", "dtype")
-    names += ("max_response_len", "max_model_len")
+    names += ("max_response_len", "max_model_len", "trust_remote_code")
     script = saved.get("script")
     require({*names} <= saved.keys(), f"{folder} is a run of {script}.py, which samples no groups")
     args = dataclasses.replace(args, run=folder, **{name: saved[name] for name in names})
@@ -339,27 +327,21 @@ def read_run(folder: str, args: Args) -> tuple[Args, dict[int, str], dict]:
 
 def set_up(args: Args, model: str) -> tuple[Prober, list[data.Problem], list[list[int]]]:
     """Engines with the checkpoint `model`, and the training problems that it is asked about."""
+    ranks.set_up()
+    args = dataclasses.replace(args, model=model)
     problems = data.load_problems(args.task, "train", args.data_dir)
-    run.set_up_processes()
-    run.check_model(model, args.max_model_len)
-    from transformers import AutoTokenizer
-
-    on_gpu = torch.cuda.is_available()
-    dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(args.dtype, args.dtype)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    max_prompt_len = args.max_model_len - args.max_response_len
-    problems, prompts = data.encode_prompts(problems, tokenizer, max_prompt_len)
+    tokenizer = engines.load_tokenizer(args)
+    problems, prompts = data.fit(args, problems, tokenizer)
     wanted = min(args.num_prompts, len(problems))
     picked = random.Random(args.seed).sample(range(len(problems)), wanted)
-    sampler = sampling.Sampler(model, dtype, args.max_model_len, 0.4)
-    prober = Prober(dataclasses.replace(args, dtype=dtype), sampler, tokenizer)
+    prober = Prober(args, sampling.Sampler(args, tokenizer), tokenizer)
     return prober, [problems[i] for i in picked], [prompts[i] for i in picked]
 
 
 def main(args: Args) -> None:
     require(bool(args.run) != bool(args.model), "either --run or --model, please")
-    run.check_at_least_1(args, "num_prompts", "num_states", "truth", "k")
+    flags.check(args)
+    require(min(args.num_states, args.truth) > 0, "--num-states and --truth: must be at least 1")
     checkpoints = {"checkpoint": (args.model, args.output)}
     if args.run:
         args, found, _ = read_run(args.run, args)
@@ -370,8 +352,8 @@ def main(args: Args) -> None:
             f"iteration {i}": (found[i], f"{args.run}/values/iteration_{i:06d}.json")
             for i in args.iterations or found
         }
-    run.check_sampling(args, "temperature")
-    require(args.num_actions >= 0, f"--num-actions {args.num_actions}: below 0")
+    flags.check(args)
+    require(args.num_actions >= 0, f"--num-actions {args.num_actions}: must be 0 or more")
     require(args.group_size > 1, f"--group-size {args.group_size}: a group's mean needs two")
     prober = None
     for name, (model, output) in checkpoints.items():
@@ -392,7 +374,7 @@ def main(args: Args) -> None:
             if args.task == "chain":
                 add_exact_values(prober, states, policy, args.seed)
             result = {"settings": settings, "states": states, "actions": actions}
-            result["grading_failures"] = grading.worker.take_failures()
+            result["grading_failures"] = mathequal.worker.take_failures()
             with open(output + ".tmp", "w") as file:
                 json.dump(result, file)
             os.replace(output + ".tmp", output)
@@ -400,4 +382,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(flags.parse(Args))

@@ -24,7 +24,7 @@ import tyro
 import grpo
 from analysis.curves import read_metrics
 from benchmarks.plan import ROOT
-from common import data, run
+from common import data, ranks
 
 WARM_UP = 2
 VENV = os.path.join(ROOT, ".venv-trl")
@@ -57,7 +57,7 @@ def make_venv() -> str:
         wanted += [f"{name}=={version(name)}" for name in ("torch", "transformers")]
         index = os.environ.get("TORCH_CPU_INDEX") or "https://download.pytorch.org/whl/cpu"
         pip = [python, "-m", "pip", "install", "--quiet", *wanted]
-        if subprocess.call(pip) != 0:  # as install.py does
+        if subprocess.call(pip) != 0:  # as install/install.py does
             subprocess.run([*pip, "--extra-index-url", index], check=True)
         with open(os.path.join(VENV, "installed"), "w"):
             pass
@@ -92,7 +92,8 @@ def run_trl(args: Args, options: dict, python: str) -> dict[str, list[float]]:
         problems, tokenizer, args.max_model_len - args.max_response_len
     )
     total = args.num_iterations + WARM_UP
-    drawn = run.draw(len(problems), 0, total * args.num_prompts, grpo.Args.seed)  # as grpo.py does
+    # as grpo.py does
+    drawn = ranks.draw(len(problems), 0, total * args.num_prompts, grpo.Args.seed)
     is_folder = os.path.isdir(args.model)
     with tempfile.TemporaryDirectory() as folder:
         job = {

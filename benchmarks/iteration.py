@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 import tyro
 
-from common import run, sampling
+from common import engines, ranks, run, sampling
 
 WARM_UP = 2
 
@@ -37,7 +37,7 @@ class Recorder:
         self.passes: list[tuple] = []  # of this iteration
         self.alone: dict[str, float] = {}  # phase -> seconds
         self.iterations: list[tuple[dict, dict, list]] = []  # (phases, alone, passes)
-        generate, log, step = sampling.Sampler.generate, run.Run.log, run.step
+        generate, log, step = sampling.Sampler.generate, run.Run.log, engines.step
         phase = run.Run.phase
 
         def generate_twice(sampler, *arguments, **options):
@@ -73,7 +73,7 @@ class Recorder:
             return compute_and_record
 
         sampling.Sampler.generate, run.Run.log = generate_twice, end_iteration
-        run.Run.phase, run.step = set_phase, record_step
+        run.Run.phase, engines.step = set_phase, record_step
         for name in {"compute_logprobs", "compute_values"} & vars(module).keys():
             setattr(module, name, recorded(getattr(module, name)))
 
@@ -83,7 +83,7 @@ def replay(passes: list[tuple]) -> float:
     length = round(sum(one[3] for one in passes) / sum(one[2] for one in passes))
     device = next(one[0].device for one in passes if hasattr(one[0], "backward"))  # an engine
     (reference,) = {one[0] for one in passes if not hasattr(one[0], "backward")}
-    with run.lend(reference, device):
+    with engines.lend(reference, device):
         return time_passes(passes, length, device)
 
 
@@ -111,7 +111,7 @@ def main(
     model: str = "runs/sft/hf",
     num_iterations: int = 8,
 ) -> None:
-    rank, _ = run.set_up_processes()
+    ranks.set_up()
     module = importlib.import_module(script)
     recorder = Recorder(module)
     # the same folder on all ranks
@@ -128,10 +128,10 @@ def main(
     for phases, alone, passes in recorder.iterations[WARM_UP:]:
         packed = min(replay(passes), replay(passes))  # the first one meets shapes that are new
         phases = {name: seconds - alone.get(name, 0) for name, seconds in phases.items()}
-        wall, engines = sum(phases.values()), sum(alone.values()) + packed
+        wall, needed = sum(phases.values()), sum(alone.values()) + packed
         found.append({**phases, "wall": wall, "vLLM alone": sum(alone.values()), "packed": packed})
-        found[-1]["efficiency"] = engines / wall
-    if rank == 0:
+        found[-1]["efficiency"] = needed / wall
+    if ranks.is_main():
         shutil.rmtree(folder)
         medians = {name: statistics.median(one[name] for one in found) for name in found[0]}
         efficiencies = sorted(one["efficiency"] for one in found)

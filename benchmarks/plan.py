@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from common import require
-from common.run import CHUNK, check_batch, checkpoint_activations
+from common import flags, require
+from common.engines import CHUNK, checkpoint_activations
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 METHODS = ("vineppo", "ppo", "grpo", "rloo")
@@ -93,7 +93,7 @@ class Setting(NamedTuple):
 
 def read_run(args: Args) -> tuple[Setting, object]:
     """The setting, and the script's parsed flags."""
-    flags = shlex.split(args.flags)
+    words, module = shlex.split(args.flags), ""
     is_script, ranks = args.run.endswith(".py"), args.ranks
     method = os.path.basename(args.run)[:-3] if is_script else args.method
     require(not (is_script and args.method), f"{args.method}: {args.run} is one method already")
@@ -101,16 +101,17 @@ def read_run(args: Args) -> tuple[Setting, object]:
     if not is_script:  # a function is found before the program of its name
         require(os.path.isfile(args.run), f"{args.run}: no such recipe")
         torchrun = {"BASH_FUNC_torchrun%%": '() { printf "%s\\0" "$@"; }'}
-        call = ["bash", os.path.abspath(args.run), method, *flags]
+        call = ["bash", os.path.abspath(args.run), method, *words]
         done = subprocess.run(
             call, cwd=ROOT, env={**os.environ, **torchrun}, capture_output=True, text=True
         )
         require(done.returncode == 0, f"{args.run}: {done.stderr.strip()}")
         words = done.stdout.split("\0")[:-1]
         ranks = ranks or int(words[words.index("--nproc-per-node") + 1])
-        flags = words[words.index(f"{method}.py") + 1 :]
-    script = tyro.cli(importlib.import_module(method).Args, args=flags)
-    check_batch(script, script.num_prompts * script.group_size)
+        place = words.index("-m") + 1 if "-m" in words else words.index(f"{method}.py")
+        module, words = words[place].removesuffix(".py"), words[place + 1 :]
+    script = tyro.cli(importlib.import_module(module or method).Args, args=words)
+    flags.check(script, script.num_prompts * script.group_size)
     named = os.path.join(ROOT, "benchmarks/models", os.path.basename(args.run).split("_")[0])
     model = args.model or (named if os.path.isdir(named) else script.model)
     require(
@@ -298,8 +299,8 @@ def plan_memory(s: Setting, gpu_memory: float) -> dict[str, dict[str, float]]:
     for name, parts in zip(("policy", "critic"), engines, strict=False):
         for part in ("weights", "float32 weights", "Adam state"):
             always[f"{name} {part}"] = parts[part]
-    # run.weight_distance: float32 copies of a chunk of both models (where they are not there yet),
-    # and their difference
+    # weight_distance: float32 copies of a chunk of both models (where they are not there yet), and
+    # their difference
     distance = 8 if (s.dtype, s.device) == ("float32", "cpu") else 12
     distance *= min(CHUNK, max(count(s.model)))
     worst = max(zip(engines, passes, strict=True), key=lambda x: x[0]["gradients"] + x[1]["peak"])
@@ -387,10 +388,10 @@ def plan_tokens(script, prompt_len: float, response_len: float, steps: float) ->
     """Tokens of an iteration: sampled, sampled as rollouts, of one pass over the responses."""
     num_responses, rollouts = script.num_prompts * script.group_size, 0.0
     if hasattr(script, "k"):
-        cap = min(steps, script.max_steps_valued or steps)
+        cap = min(steps, getattr(script, "max_steps_valued", 0) or steps)
         # a prompt has all of a response before it, the state behind step i of S (S - i) / S of it
         left = (cap - 1) * (1 - cap / (2 * steps))
-        prompts = script.num_prompts if script.share_rollouts else num_responses
+        prompts = script.num_prompts if getattr(script, "share_rollouts", True) else num_responses
         rollouts = script.k * response_len * (prompts + num_responses * left)
     one_pass = num_responses * (prompt_len + response_len)
     return {"sample": num_responses * response_len, "rollouts": rollouts, "pass": one_pass}

@@ -56,20 +56,17 @@ def measure(s: plan.Setting) -> int:
     size = {"WORLD_SIZE": s.ranks, "LOCAL_WORLD_SIZE": s.ranks, "RANK": 0, "LOCAL_RANK": 0}
     os.environ.update({name: str(value) for name, value in size.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # read, not used
-    from common import run
-
-    run.set_up_processes()
-    import deepspeed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import ppo
     import vineppo
+    from common import engines, ranks
 
     torch.distributed.init_process_group("fake", rank=0, world_size=s.ranks, store=FakeStore())
-    deepspeed.init_distributed(dist_backend="gloo")
+    ranks.set_up()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        update(s, vineppo, ppo, run, deepspeed)
+        update(s, vineppo, ppo, engines)
     events = profile.profiler.kineto_results.events()
     sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
     now = peak = 0
@@ -79,35 +76,24 @@ def measure(s: plan.Setting) -> int:
     return peak
 
 
-def update(s: plan.Setting, vineppo, ppo, run, deepspeed) -> None:
-    args, dtype = vineppo.Args(zero_stage=s.zero_stage), s.dtype
+def update(s: plan.Setting, vineppo, ppo, engines) -> None:
+    args = vineppo.Args(zero_stage=s.zero_stage, dtype=s.dtype)
     ref_model = plan.make_model(s.model, s.dtype, critic=False)
-    # the scripts' lines, which tests/test_plan.py compares with theirs
-    adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
-    ds_config = {
-        "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours, of any number and size
-        "gradient_clipping": args.max_grad_norm,
-        "zero_optimization": {"stage": args.zero_stage},
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "optimizer": {"type": "AdamW", "params": adamw},
-    }
-    engines = []
-    for critic in [False, True][: 1 + s.critic]:
-        model = plan.make_model(s.model, s.dtype, critic)
-        options = {"model": model, "model_parameters": model.parameters(), "config": ds_config}
-        engines.append(deepspeed.initialize(**options)[0])
-        engines[-1].eval()
+    trained = [
+        engines.initialize(plan.make_model(s.model, s.dtype, critic), args)
+        for critic in [False, True][: 1 + s.critic]
+    ]
     rows, length, num_new = s.micro_batch_tokens // s.max_model_len, *s[5:7]
     mask, ids = torch.ones(rows, num_new), torch.randint(SIZES["vocab_size"], (rows, length))
     inputs = ids, torch.full((rows,), length - num_new), mask
     with torch.no_grad():
-        old = vineppo.compute_logprobs(engines[0], *inputs, temperature=0.6)
+        old = vineppo.compute_logprobs(trained[0], *inputs, temperature=0.6)
         ref = vineppo.compute_logprobs(ref_model, *inputs, temperature=0.6)
     num_tokens = 2 * rows * num_new
     for _ in range(2):
-        for engine, is_last in [(e, last) for e in engines for last in (False, True)]:
+        for engine, is_last in [(e, last) for e in trained for last in (False, True)]:
             engine.set_gradient_accumulation_boundary(is_last)
-            if engine is engines[0]:
+            if engine is trained[0]:
                 new = vineppo.compute_logprobs(engine, *inputs, temperature=0.6)
                 counts = num_tokens, 2 * rows, args.clip_coef, args.kl_coef
                 loss, _ = vineppo.compute_policy_loss(new, old, ref, mask, mask, *counts)
@@ -117,8 +103,8 @@ def update(s: plan.Setting, vineppo, ppo, run, deepspeed) -> None:
             engine.backward(loss * s.ranks)
             del new, loss
             if is_last:
-                run.step(engine, 1e-5)
-    run.weight_distance(engines[0].module, ref_model)
+                engines.step(engine, 1e-5)
+    engines.weight_distance(trained[0].module, ref_model)
 
 
 def main(setting: str = "") -> None:

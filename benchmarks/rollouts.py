@@ -10,11 +10,10 @@ import random
 import statistics
 import time
 
-import torch.distributed as dist
 import tyro
 
 import vineppo
-from common import data, run, sampling, steps
+from common import data, engines, ranks, sampling, steps
 
 
 def main(
@@ -27,14 +26,14 @@ def main(
     group_size: int = vineppo.Args.group_size,
     turns: int = 5,
 ) -> None:
-    run.set_up_processes()
+    ranks.set_up()
+    args = vineppo.Args(model=model, max_model_len=max_model_len, max_response_len=max_response_len)
     problems = data.load_problems(task, "train", data_dir)
-    run.check_model(model, max_model_len)
+    tokenizer = engines.load_tokenizer(args)
+    _, prompts = data.fit(args, problems, tokenizer)
+    sampler = sampling.Sampler(args, tokenizer)
     import vllm
 
-    dist.init_process_group("gloo")
-    sampler = sampling.Sampler(model, run.resolve_dtype("auto"), max_model_len, 0.5)
-    _, prompts = data.encode_prompts(problems, sampler.tokenizer, max_model_len - max_response_len)
     sampling_params = vllm.SamplingParams
 
     def generate(states, k, cache=True):
@@ -48,10 +47,9 @@ def main(
         groups = sampler.generate(
             [prompt + prefix for prompt, prefix in states],
             n=k,
-            temperature=vineppo.Args.temperature,
-            top_p=1.0,
             max_tokens=[max_response_len - len(prefix) for _, prefix in states],
-            seed=1,
+            temperature=args.temperature,
+            seed=(1,),
         )
         vllm.SamplingParams = sampling_params
         seconds = time.perf_counter() - start
@@ -59,11 +57,11 @@ def main(
 
     prompts = prompts[:num_prompts]
     limits = [max_response_len] * len(prompts)
-    groups = sampler.generate(prompts, group_size, vineppo.Args.temperature, 1.0, limits, seed=0)
+    groups = sampler.generate(prompts, group_size, limits, args.temperature, seed=(0,))
     states = []
     for prompt, group in zip(prompts, groups, strict=True):
         for sample in group:
-            ends, _ = steps.split_steps(sample.ids, sampler.tokenizer, data.TASKS[task].step_rule)
+            ends = steps.split_steps(sample.ids, tokenizer, data.TASKS[task].step_rule)
             states += [(prompt, sample.ids[:start]) for start in [0, *ends[:-1]]]
     unique = list({(*prompt, *prefix): (prompt, prefix) for prompt, prefix in states}.values())
     shuffled = random.Random(0).sample(unique, len(unique))

@@ -1,4 +1,4 @@
-"""vLLM inside the training process: one engine a rank, weights synced in memory."""
+"""vLLM inside the training process: weights synced in memory, every call made by all ranks."""
 
 import functools
 import os
@@ -8,10 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
-from common import require
-from common.grading import grade_all
-from common.run import count_tokens, gather, seed_of, share, whole
+from common import engines, grading, ranks, require
 from common.steps import tokens_until
 
 # The engine runs in this process (its default is a process of its own): it shares our
@@ -24,36 +23,29 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 class Sample(NamedTuple):
     ids: list[int]  # EOS included where the model ended on it
-    logprobs: list[float]  # of the ids, temperature 1, no top-p
+    logprobs: list[float]  # of the ids, at the temperature of sampling, before top-p
     finished: bool  # ended by EOS or a stop string, not cut by max_tokens
     stopped: bool  # ended by a stop string; the ids that begin inside it are cut off
 
 
 class Sampler:
-    def __init__(
-        self,
-        model: str,
-        dtype: str,
-        max_model_len: int,
-        gpu_memory_utilization: float,
-        tensor_parallel_size: int = 1,
-        trust_remote_code: bool = False,
-    ):
-        """`model`: a checkpoint folder; it must be loaded on every rank at the same time."""
-        ranks, size = dist.get_world_size(), tensor_parallel_size
-        require(
-            size >= 1 and ranks % size == 0,
-            f"--tensor-parallel-size {size}: does not divide the number of ranks, {ranks}",
-        )
-        if tensor_parallel_size > 1:
+    """One engine a rank, or one for --tensor-parallel-size ranks together."""
+
+    def __init__(self, args, tokenizer):
+        """Loads --model, which must lie on a disk of every rank."""
+        self.args, self.tokenizer, self.size = args, tokenizer, args.tensor_parallel_size
+        world_size, what = dist.get_world_size(), f"--tensor-parallel-size {self.size}"
+        fits = self.size >= 1 and world_size % self.size == 0
+        require(fits, f"{what}: does not divide the number of ranks, {world_size}")
+        if self.size > 1:
             name_shared_memory()
         from vllm import LLM  # it takes seconds, for which a mistyped flag should not wait
 
         self.on_gpu = torch.cuda.is_available()
         self.llm = LLM(
-            model,
-            dtype=dtype,
-            max_model_len=max_model_len,
+            args.model,
+            dtype=engines.dtype_of(args),
+            max_model_len=args.max_model_len,
             max_num_seqs=1024,
             max_num_batched_tokens=16_384,
             distributed_executor_backend="external_launcher",
@@ -61,74 +53,72 @@ class Sampler:
             # of the prefix cache, which knows whole blocks only; a CPU's default is 128 tokens
             block_size=None if self.on_gpu else 32,
             enable_sleep_mode=self.on_gpu,
-            gpu_memory_utilization=gpu_memory_utilization,
-            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            tensor_parallel_size=self.size,
             use_tqdm_on_load=False,
             seed=0,
-            trust_remote_code=trust_remote_code,
-            load_format="auto" if trust_remote_code else "safetensors",
+            trust_remote_code=args.trust_remote_code,
+            load_format="auto" if args.trust_remote_code else "safetensors",
         )
-        self.tensor_parallel_size = tensor_parallel_size
-        self.tokenizer = self.llm.get_tokenizer()
-        self.llm.apply_model(
-            functools.partial(hide_padding, num_tokens=count_tokens(self.tokenizer))
-        )
+        self.temperature = 1.0
+        self.llm.apply_model(self.scale_logits)
+
+    def scale_logits(self, model: torch.nn.Module) -> None:
+        """The engine's model divides its logits by the temperature itself, so that the log-probs
+        that vLLM reports are those of the trainer: with the temperature, before top-p. And ids
+        beyond the tokenizer's, of padded embeddings, get no probability."""
+        compute_logits, num_tokens = model.compute_logits, engines.count_tokens(self.tokenizer)
+
+        def compute_scaled_logits(hidden_states: torch.Tensor) -> torch.Tensor:
+            logits = compute_logits(hidden_states).float() / self.temperature  # (n, V)
+            logits[:, num_tokens:] = float("-inf")
+            return logits
+
+        model.compute_logits = compute_scaled_logits
 
     def generate(
         self,
         prompt_ids: list[list[int]],
         n: int,
-        temperature: float,
-        top_p: float,
         max_tokens: list[int],
-        seed: int,
-        stop: str = "",
+        temperature: float,
+        seed: tuple[int | str, ...],
         logprobs: bool = False,
         progress: bool = False,
     ) -> list[list[Sample]]:
         """`n` samples for each prompt, at most `max_tokens[i]` tokens each; `seed` decides all of
-        them. The ranks of a tensor-parallel engine, each with prompts of its own, must call it
-        together and with the same options; the seed of the first of them counts."""
+        them. Each engine samples for its share of the prompts, then all ranks have all samples."""
         from vllm import SamplingParams, TokensPrompt
-
-        mine = slice(len(prompt_ids))
-        if self.tensor_parallel_size > 1:  # every rank makes every request, and keeps its own
-            from vllm.distributed import get_tp_group
-
-            group = get_tp_group()
-            asked = [None] * group.world_size
-            one = prompt_ids, max_tokens, seed
-            dist.all_gather_object(asked, one, group=group.cpu_group)
-            first = sum(len(ids) for ids, _, _ in asked[: group.rank_in_group])
-            mine = slice(first, first + len(prompt_ids))
-            prompt_ids = [ids for of_rank, _, _ in asked for ids in of_rank]
-            max_tokens = [limit for _, of_rank, _ in asked for limit in of_rank]
-            seed = asked[0][2]
 
         # No seed on the requests: vLLM gives n samples of one the seeds s, s + 1, ..., so
         # neighbouring requests would share their noise, and on a CPU seeded requests crash the
         # engine when a prefill is cut.
-        torch.manual_seed(seed)  # the CPU's sampler; on a GPU vLLM asks numpy and random for seeds
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        first = dist.get_rank() // self.size * self.size  # of the ranks of this engine
+        number = ranks.seed_of(*seed, first)
+        torch.manual_seed(number)  # the CPU's sampler; on a GPU vLLM asks numpy and random
+        np.random.seed(number % 2**32)
+        random.seed(number)
+        self.temperature = temperature
         params = [
             SamplingParams(
                 n=n,
-                temperature=temperature,
-                top_p=top_p,
+                temperature=1.0,  # see scale_logits
+                top_p=self.args.top_p,
                 max_tokens=limit,
-                stop=[stop] if stop else None,
-                detokenize=bool(stop),
+                stop=[self.args.stop] if self.args.stop else None,
+                detokenize=bool(self.args.stop),
                 logprobs=0 if logprobs else None,
             )
-            for limit in max_tokens
+            for limit in ranks.share(max_tokens, self.size)
         ]
-        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in prompt_ids]
-        requests = self.llm.generate(prompts, params, use_tqdm=progress) if prompts else []
-        return [[self.read(one, stop) for one in request.outputs] for request in requests[mine]]
+        prompts = [TokensPrompt(prompt_token_ids=i) for i in ranks.share(prompt_ids, self.size)]
+        use_tqdm = progress and ranks.is_main()
+        requests = self.llm.generate(prompts, params, use_tqdm=use_tqdm) if prompts else []
+        groups = [[self.read(one) for one in request.outputs] for request in requests]
+        return ranks.gather(groups if dist.get_rank() == first else [])
 
-    def read(self, output, stop: str) -> Sample:
-        ids = list(output.token_ids)
+    def read(self, output) -> Sample:
+        ids, stop = list(output.token_ids), self.args.stop
         stopped = bool(stop) and output.stop_reason == stop
         if stopped:  # without the tokens that begin inside the stop string
             decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
@@ -137,38 +127,55 @@ class Sampler:
             if decode(ids[:kept]) != text:  # does the last one add spaces alone? then it goes too
                 kept = tokens_until(ids, text.rstrip(" "), decode)
             ids = ids[:kept]
-        logprobs = [
-            position[i].logprob for i, position in zip(ids, output.logprobs or [], strict=False)
-        ]
+        logprobs = [at[i].logprob for i, at in zip(ids, output.logprobs or [], strict=False)]
         return Sample(ids, logprobs, output.finish_reason == "stop", stopped)
 
-    def sync_weights(self, model: torch.nn.Module) -> None:
-        """Give the engine the weights of `model`; all ranks together."""
-
-        def weights():
-            named = dict(model.named_parameters())
-            # named_parameters() has tied weights once; without the second name the head stays old
-            if model.config.tie_word_embeddings:
-                named["lm_head.weight"] = model.get_input_embeddings().weight
-            for name, parameter in named.items():
-                with whole([parameter]):
-                    yield name, parameter.detach()
-
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
-        self.llm.reset_prefix_cache()  # it holds the old policy's keys and values
-
-    def sleep(self) -> None:
-        """Free the GPU memory for training; weights and cache are dropped."""
-        if self.on_gpu:
-            self.llm.sleep(level=2)
+    def evaluate(
+        self,
+        problems: list,
+        prompt_ids: list[list[int]],
+        rule: str,
+        seed: int,
+        rounds: int = 0,
+        temperature: float = 0.0,
+        progress: bool = False,
+    ) -> list[float]:
+        """The share of right responses out of `rounds` (0: --eval-rounds, at --eval-temperature)
+        for each problem; pass@1 is their mean. `rule`: a key of grading.RULES."""
+        rounds, heat = rounds or self.args.eval_rounds, temperature or self.args.eval_temperature
+        limits, words = [self.args.max_response_len] * len(prompt_ids), (seed, "evaluate")
+        groups = self.generate(prompt_ids, rounds, limits, heat, words, progress=progress)
+        samples = [sample for group in groups for sample in group]
+        answers = [problem.answer for problem in problems for _ in range(rounds)]
+        rewards = grading.grade_all(self.tokenizer, samples, answers, rule)
+        return [sum(rewards[i : i + rounds]) / rounds for i in range(0, len(rewards), rounds)]
 
     def wake(self, model: torch.nn.Module) -> None:
+        """Gives the engine the weights of `model`, and on a GPU its memory back."""
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the update's activations held
             self.llm.wake_up(tags=["weights"])
         self.sync_weights(model)
         if self.on_gpu:
             self.llm.wake_up(tags=["kv_cache"])
+
+    def sync_weights(self, model: torch.nn.Module) -> None:
+        def weights():
+            named = dict(model.named_parameters())
+            # named_parameters() has tied weights once; without the second name the head stays old
+            if model.config.tie_word_embeddings:
+                named["lm_head.weight"] = model.get_input_embeddings().weight
+            for name, parameter in named.items():
+                with engines.whole([parameter]):
+                    yield name, parameter.detach()
+
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+        self.llm.reset_prefix_cache()  # it holds the old policy's keys and values
+
+    def sleep(self) -> None:
+        """Frees the GPU memory for training; weights and cache are dropped."""
+        if self.on_gpu:
+            self.llm.sleep(level=2)
 
 
 def describe(samples: list[Sample]) -> dict[str, float]:
@@ -182,6 +189,14 @@ def describe(samples: list[Sample]) -> dict[str, float]:
     }
 
 
+def measure_gap(
+    samples: list[Sample], logprobs: torch.Tensor, response_mask: torch.Tensor
+) -> float:
+    """Mean |log-prob of the sampler - of the trainer (B, T)| over the response tokens."""
+    sampled = pad_sequence([torch.tensor(s.logprobs) for s in samples], batch_first=True)
+    return (((sampled - logprobs) * response_mask).abs().sum() / response_mask.sum()).item()
+
+
 def name_shared_memory() -> None:
     """On a CPU the ranks of an engine talk through a file in shared memory, whose name vLLM takes
     from nothing here: one that a killed run has left, or another run's, would be in the way."""
@@ -189,55 +204,3 @@ def name_shared_memory() -> None:
 
     name, port = _CPUSHMDistributed.make_group_name, os.environ["MASTER_PORT"]
     _CPUSHMDistributed.make_group_name = staticmethod(lambda group: port + name(group).strip("/"))
-
-
-def hide_padding(model: torch.nn.Module, num_tokens: int) -> None:
-    """Embeddings may be padded beyond the tokenizer: give those ids no probability. (vLLM's own
-    allowed_token_ids would do it a request at a time, with a mask of the vocabulary for each.)"""
-    compute_logits = model.compute_logits
-
-    def compute_logits_of_tokens(hidden_states: torch.Tensor) -> torch.Tensor:
-        logits = compute_logits(hidden_states)  # (n, V)
-        logits[:, num_tokens:] = float("-inf")
-        return logits
-
-    model.compute_logits = compute_logits_of_tokens
-
-
-def evaluate(
-    sampler: Sampler,
-    prompt_ids: list[list[int]],
-    answers: list[str],
-    rule: str,
-    rounds: int,
-    temperature: float,
-    top_p: float,
-    max_tokens: int,
-    seed: int,
-    stop: str = "",
-    progress: bool = False,
-) -> list[float]:
-    """The share of right responses out of `rounds` for each problem; pass@1 is their mean. Every
-    rank must call it: each samples for its share of the problems. `rule`: a key of grading.RULES.
-    """
-    groups = sampler.generate(
-        share(prompt_ids),
-        n=rounds,
-        temperature=temperature,
-        top_p=top_p,
-        max_tokens=[max_tokens] * len(share(prompt_ids)),
-        seed=seed_of(seed, "evaluate", dist.get_rank()),
-        stop=stop,
-        progress=progress and dist.get_rank() == 0,
-    )
-    scores = []
-    for group, answer in zip(groups, share(answers), strict=True):
-        rewards = grade_all(
-            sampler.tokenizer,
-            [sample.ids for sample in group],
-            [sample.finished for sample in group],
-            [answer] * rounds,
-            rule,
-        )
-        scores.append(sum(rewards) / rounds)
-    return gather(scores)

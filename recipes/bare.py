@@ -16,6 +16,7 @@ import torch
 import tyro
 
 from common import data, require
+from tasks import chain
 
 
 def main(folder: Annotated[str, tyro.conf.Positional]) -> None:
@@ -29,9 +30,9 @@ def main(folder: Annotated[str, tyro.conf.Positional]) -> None:
                 line = problem._asdict()
                 line["solution"] = re.sub("[a-z]+ | [a-z]+", "", problem.solution)
                 file.write(json.dumps(line) + "\n")
-    tokenizer = data.make_chain_tokenizer()
+    tokenizer = chain.make_tokenizer()
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(data.make_chain_model_config(tokenizer))
+    model = AutoModelForCausalLM.from_config(chain.make_model_config(tokenizer))
     for part in (model, tokenizer):
         part.save_pretrained(f"{folder}/new")
 

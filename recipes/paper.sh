@@ -60,9 +60,13 @@ DPO=(
 HIGHER_KL=(--kl-coef 3e-3)
 CRITIC=(--critic-learning-rate 1e-6)       # Table 1 has one learning rate
 
+SCRIPT=("$METHOD.py")
 case $METHOD in
   sft) OPTIONS=("${SFT[@]}") ;;
-  vineppo) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${CAP[@]}") ;;
+  vineppo)
+    OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${CAP[@]}")
+    [ ${#CAP[@]} = 0 ] || SCRIPT=(-m experiments.vineppo_cheap) # the fork that has a cap
+    ;;
   ppo) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${CRITIC[@]}") ;;
   grpo | rloo) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${HIGHER_KL[@]}") ;;
   restem) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${RESTEM[@]}") ;;
@@ -76,4 +80,4 @@ esac
 [ "$METHOD" = evaluate ] || OPTIONS+=("${MEMORY[@]}" --output-dir "runs/$METHOD-$NAME")
 [ -f "$METHOD.py" ] || { echo "error: run this from the folder of the clone" >&2; exit 1; }
 PATH="$PWD/.venv/bin:$PATH"
-torchrun --standalone --nproc-per-node "$RANKS" "$METHOD.py" "${DATA[@]}" "${OPTIONS[@]}" "$@"
+torchrun --standalone --nproc-per-node "$RANKS" "${SCRIPT[@]}" "${DATA[@]}" "${OPTIONS[@]}" "$@"

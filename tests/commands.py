@@ -13,11 +13,12 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from common import data, grading, run, sampling, steps
+from common import data, flags, run, sampling
+from tasks import chain
 
 IMPORTED = (torch, tyro, AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast)
-IMPORTED += (data, grading, run, sampling, steps)
-data.make_chain_problems = functools.cache(data.make_chain_problems)  # a second for each command
+IMPORTED += (data, flags, run, sampling)
+chain.make_problems = functools.cache(chain.make_problems)  # a second for each command
 
 
 def in_a_child(arguments: list[str], output: int, errors: int) -> None:
@@ -34,6 +35,8 @@ def in_a_child(arguments: list[str], output: int, errors: int) -> None:
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 1
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
@@ -45,7 +48,7 @@ def in_a_child(arguments: list[str], output: int, errors: int) -> None:
 def main() -> None:
     results = []
     for split in ("sft", "train", "validation"):
-        data.make_chain_problems(split)
+        chain.make_problems(split)
     for arguments in json.load(sys.stdin):
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             child = os.fork()

@@ -1,6 +1,7 @@
 """What the tests share: one short SFT checkpoint, and commands as users type them."""
 
 import filecmp
+import functools
 import json
 import os
 import shutil
@@ -9,8 +10,12 @@ import sys
 
 import pytest
 
+from tasks import chain
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BIN = os.path.dirname(sys.executable)
+
+chain.make_problems = functools.cache(chain.make_problems)  # a second each time
 
 # An iteration of about a second: 4 x 4 responses, minibatches of 8, 3 rollouts a state.
 SMALL = ["--num-prompts", "4", "--group-size", "4", "--minibatch-size", "8", "--k", "3"]
@@ -93,6 +98,17 @@ def differences(folder, whole) -> list[str]:
     if not filecmp.cmp(f"{folder}/{weights}", f"{whole}/{weights}", shallow=False):
         found.append("weights")
     return found
+
+
+# What takes an engine, or a checkpoint that one has made; or many seconds.
+SLOW = {"sft_model", "recorded", "replayed", "finished", "faults", "second", "ppo_run"}
+SLOW |= {"results", "probed"}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if SLOW & {*item.fixturenames}:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -36,28 +36,41 @@ from tests.record import RUNS
 TIME_LIMIT = 3600  # seconds for a stage: a mistake may make processes wait for one another
 PR_SET_CHILD_SUBREAPER = 36
 
+OURS = ("tests", "common", "tasks", "mathequal", "experiments", "analysis", "recipes")
+
 # A stage is `second NAME`, the second computation of a run, or arguments of pytest.
 MATHS, STEPS, DATA = (f"tests/test_{name}.py" for name in ("math", "steps", "data"))
 GRADING, ERRORS, RUNNING = (f"tests/test_{name}.py" for name in ("grading", "errors", "runs"))
 MATHS += " -k 'not memory'"
-WITHOUT_ENGINES = "checkpoint_stays or damaged_checkpoint or disk or discarded or no_step or may"
-FOLDER = f"{RUNNING} -k '{WITHOUT_ENGINES}'"
+WITHOUT_ENGINES = "checkpoint_stays or damaged_checkpoint or disk or discarded or norm or may or "
+FOLDER = f"{RUNNING} -k '{WITHOUT_ENGINES} another_runs or callers'"
 TWO_RANKS, PARITY = f"{RUNNING} -k two_ranks_make", f"{RUNNING} -k agree"
+FAULTS = f"{RUNNING} -k 'exploded or broken_numbers or trains_no_model'"
 FUNCTIONS = [MATHS, "tests/test_allocation.py"]  # what stands above `main` is tested by numbers
+EQUAL = ["tests/test_mathequal.py"]
 STAGES = {f"{name}.py": [f"second {name}", TWO_RANKS] for name in RUNS}
-STAGES["vineppo.py"].insert(1, "second vineppo_flags")
 STAGES |= {
+    "experiments/vineppo_cheap.py": ["tests/test_allocation.py", "second vineppo_cheap"],
+    "common/ranks.py": [MATHS, "second vineppo", TWO_RANKS, PARITY],
+    "common/batches.py": [MATHS, "second vineppo", TWO_RANKS],
+    "common/engines.py": [MATHS, FOLDER, "second vineppo", "second sft", FAULTS, PARITY],
+    "common/sampling.py": [STEPS, MATHS, "second vineppo_cheap", "second evaluate", PARITY],
+    "common/checkpoints.py": [FOLDER, "second ppo"],
+    "common/run.py": [FOLDER, "second vineppo", "second sft", FAULTS],
+    "common/flags.py": [FOLDER, ERRORS],
     "common/steps.py": [STEPS, "second vineppo"],
     "common/data.py": [DATA, "second sft", "second evaluate"],
     "common/grading.py": [GRADING, "second vineppo"],
-    "common/sampling.py": [STEPS, "second vineppo", PARITY, "second evaluate", TWO_RANKS],
-    "common/run.py": [MATHS, FOLDER, "second vineppo", "second sft", TWO_RANKS],
+    "tasks/chain.py": [DATA],
+    "tasks/mathematics.py": [DATA],
+    "tasks/sentences.py": [STEPS],
+    "mathequal/boxes.py": EQUAL,
+    "mathequal/process.py": EQUAL,
 }
 SCRIPTS = {f"{name}.py" for name in RUNS}
-FAULTS = f"{RUNNING} -k 'exploded or broken_numbers or trains_no_model'"
 # Minutes each, for what lives till then.
 LAST = [FAULTS, *FUNCTIONS, RUNNING, ERRORS, "tests/test_soak.py -k 'one_rank or initial_weights'"]
-EVERYTHING = [*FUNCTIONS, STEPS, DATA, GRADING, *(f"second {name}" for name in RUNS), *LAST]
+EVERYTHING = [*FUNCTIONS, STEPS, DATA, GRADING, *EQUAL, *(f"second {name}" for name in RUNS), *LAST]
 EVERYTHING += [f"tests/test_{name}.py" for name in ("fuzz", "values", "analysis", "plan", "fork")]
 
 
@@ -85,7 +98,7 @@ def in_a_child(folder: str, words: list[str], output: str, **variables: str) -> 
         os.chdir(folder)
         os.environ |= variables
         sys.path[:] = [folder, *(path for path in sys.path if path not in ("", ROOT))]
-        for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "common")]:
+        for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
             del sys.modules[name]
         status = 1
         try:

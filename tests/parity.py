@@ -9,15 +9,16 @@ blocks of the old policy's keys and values, if a sync were to leave them there.
 import json
 import os
 import tempfile
+from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 import tyro
-from torch.nn.utils.rnn import pad_sequence
 
-from common import data, run, sampling
-from vineppo import compute_logprobs
+from common import batches, engines, ranks, sampling
+from tasks import chain
+from vineppo import Args, compute_logprobs
 
 NUM_UPDATES = 3
 
@@ -32,18 +33,16 @@ def main(
 ) -> None:
     """`padding`: rows of the embeddings beyond the tokenizer's tokens. `model`: a real checkpoint
     instead of a small random Llama."""
-    rank, _ = run.set_up_processes()
-    import deepspeed
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    rank, _, device = ranks.set_up()
+    from transformers import AutoModelForCausalLM
 
-    deepspeed.init_distributed(dist_backend="gloo")
     if not model:
         folders = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folders)
         model = folders[0]
         if rank == 0:
-            tokenizer = data.make_chain_tokenizer()
-            config = data.make_chain_model_config(tokenizer)
+            tokenizer = chain.make_tokenizer()
+            config = chain.make_model_config(tokenizer)
             config.tie_word_embeddings = tied
             config.vocab_size += padding
             if tensor_parallel_size > 1:  # three heads cannot be shared by two
@@ -54,43 +53,28 @@ def main(
             AutoModelForCausalLM.from_config(config).save_pretrained(model)
             tokenizer.save_pretrained(model)
         dist.barrier()
-    sampler = sampling.Sampler(model, dtype, 512, 0.4, tensor_parallel_size)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    trained = run.load_model(model, dtype)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": zero_stage, "stage3_param_persistence_threshold": 0},
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-    }
-    engine, *_ = deepspeed.initialize(
-        model=trained, model_parameters=trained.parameters(), config=config
-    )
-    engine.eval()
-    generator = torch.Generator().manual_seed(rank)
-    some_prompts = torch.randint(2, len(tokenizer), (4, 300), generator=generator).tolist()
+    args = Args(model=model, dtype=dtype, max_model_len=512, gpu_memory_utilization=0.4)
+    args = replace(args, tensor_parallel_size=tensor_parallel_size, zero_stage=zero_stage)
+    tokenizer = engines.load_tokenizer(args)
+    sampler = sampling.Sampler(args, tokenizer)
+    engine = engines.initialize(engines.load_model(args, tokenizer), args)
+    generator = torch.Generator().manual_seed(0)
+    some_prompts = torch.randint(2, len(tokenizer), (8, 300), generator=generator).tolist()
 
     def sample(seed: int, prompts=some_prompts, **options) -> list[list[sampling.Sample]]:
-        options = {"n": 4, "temperature": 0.7, "top_p": 1.0, "logprobs": True, **options}
-        return sampler.generate(prompts, max_tokens=[20] * 4, seed=seed, **options)
+        options = {"n": 4, "temperature": 0.7, "logprobs": True, **options}
+        return sampler.generate(prompts, max_tokens=[20] * 8, seed=(seed, "test"), **options)
 
-    def batch_of(groups):
-        rows = [(p, s) for p, group in zip(some_prompts, groups, strict=True) for s in group]
-        ids = pad_sequence([torch.tensor(p + s.ids) for p, s in rows], batch_first=True)
-        lengths = torch.tensor([len(s.ids) for _, s in rows])
-        mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
-        theirs = pad_sequence([torch.tensor(s.logprobs) for _, s in rows], batch_first=True)
-        return (ids, torch.full((len(rows),), 300), mask), theirs
+    def batch_of(groups) -> batches.Batch:
+        prompts = [p for p, group in zip(some_prompts, groups, strict=True) for _ in group]
+        responses = [s.ids for group in groups for s in group]
+        return batches.Batch(prompts, responses, 4096, device)
 
     def gap(groups) -> float:
-        inputs, theirs = batch_of(groups)
-        with torch.no_grad():
-            ours = compute_logprobs(engine, *inputs, temperature=1.0)
-        mask = inputs[-1]
-        sums = torch.stack([((ours - theirs).abs() * mask).sum().double(), mask.sum().double()])
-        dist.all_reduce(sums)
-        return (sums[0] / sums[1]).item()
+        batch = batch_of(groups)
+        ours = batch.map(lambda *x: compute_logprobs(engine, *x, temperature=0.7))
+        samples = [s for group in groups for s in group]
+        return sampling.measure_gap(samples, ours, batch.response_mask)
 
     result = {"start": gap(sample(0)), "stale": [], "synced": [], "grad_norm": []}
 
@@ -100,14 +84,15 @@ def main(
 
     # The same prompt in every request of every rank: all samples of all ranks must differ (but for
     # the short ones). The model is still random, so chance does not make two alike.
-    same = [[2 + i % 30 for i in range(300)]] * 4
-    seeds = [run.seed_of(seed, "test", rank) for seed in (1, 1, 2)]
-    first, again, other = (ids_of(sample(seed, prompts=same)) for seed in seeds)
-    everything = run.gather([ids for group in first for ids in group if len(ids) > 5])
+    same = [[2 + i % 30 for i in range(300)]] * 8
+    first, again, other = (ids_of(sample(seed, prompts=same)) for seed in (1, 1, 2))
+    everything = [ids for group in first for ids in group if len(ids) > 5]
     result["reproducible"] = first == again
     result["distinct"] = len(set(everything)) == len(everything) > 8 and first != other
     # A stop string: its ids are cut off, log-probs with them, and the response is finished.
-    stopped = [s for group in sample(3, stop="5", n=16) for s in group if s.stopped]
+    sampler.args = replace(args, stop="5")
+    stopped = [s for group in sample(3, n=16) for s in group if s.stopped]
+    sampler.args = args
     result["stopped"] = len(stopped)
     for s in stopped:
         assert s.finished and "5" not in tokenizer.decode(s.ids) and len(s.logprobs) == len(s.ids)
@@ -118,19 +103,21 @@ def main(
     result["tokens"] = sum(len(s.ids) for group in many for s in group)
 
     for update in range(NUM_UPDATES):
-        inputs, _ = batch_of(sample(update))
+        inputs = batch_of(sample(update)).take(list(range(rank, 32, dist.get_world_size())))
         # ranks with unlike work: the first one's head runs in more chunks
         inputs = [tensor.repeat_interleave(9 if rank == 0 else 1, dim=0) for tensor in inputs]
         weights = torch.randn(inputs[-1].shape, generator=generator)
         loss = (compute_logprobs(engine, *inputs, temperature=0.7) * weights).mean()
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(loss)
-        result["grad_norm"].append(run.step(engine, 3e-3))
+        result["grad_norm"].append(engines.step(engine, 3e-3))
         result["stale"].append(gap(sample(update)))  # the engine still has the old weights
         sampler.sync_weights(engine.module)
         result["synced"].append(gap(sample(update)))
 
-    result["empty"] = sampler.generate([], n=1, temperature=1.0, top_p=1.0, max_tokens=[], seed=0)
+    result["empty"] = sampler.generate([], n=1, max_tokens=[], temperature=1.0, seed=(0,))
+    # fewer prompts than ranks
+    result["few"] = len(sampler.generate(some_prompts[:1], 2, [5], temperature=1.0, seed=(0,))[0])
     if rank == 0:
         print(json.dumps(result), flush=True)
     os._exit(0)  # engines of both kinds are up; the test wants no wait for their goodbyes

@@ -58,12 +58,12 @@ SFT += ["--learning-rate", "1e-3", "--max-grad-norm", "0.4", "--max-model-len", 
 SFT += ["--eval-every", "3", "--eval-problems", "5", "--save-every", "1"]
 EVALUATE = [*LENGTHS, "--temperature", "0.5", "--rounds", "3", "--num-problems", "9"]
 
-# And its flags that change what is computed; some responses go on behind the answer.
-FLAGS = ["--k", "2", "--no-share-rollouts", "--no-norm-adv", "--reuse-responses"]
+# The fork with all that is its own; some responses go on behind the answer.
+FLAGS = ["--k", "2", "--no-share-rollouts", "--reuse-responses"]
 FLAGS += ["--max-steps-valued", "2", "--smoothing", "0.4", "--stop", "\nthus"]
 RUNS = {
     "vineppo": ["vineppo.py", *LOOP, "--k", "3"],
-    "vineppo_flags": ["vineppo.py", *LOOP, *FLAGS],
+    "vineppo_cheap": ["experiments/vineppo_cheap.py", *LOOP, *FLAGS],
     "ppo": ["ppo.py", *LOOP, *CRITIC],
     "grpo": ["grpo.py", *LOOP],
     "rloo": ["rloo.py", *LOOP],
@@ -121,15 +121,12 @@ def write_problems(folder: str) -> None:
 
 def make_start(folder: str) -> None:
     """FOLDER/problems, and FOLDER/model/hf, a model that has learnt from them."""
-    from transformers import AutoModelForCausalLM
-
-    from common import data
+    from tasks import chain
 
     problems, init = os.path.join(folder, "problems"), os.path.join(folder, "init")
     write_problems(problems)
-    tokenizer = data.make_chain_tokenizer()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(data.make_chain_model_config(tokenizer))
+    tokenizer = chain.make_tokenizer()
+    model = chain.make_model(tokenizer, seed=0)
     model.save_pretrained(init)
     tokenizer.save_pretrained(init)
     options = ["--task", "jsonl", "--data-dir", problems, "--model", init, "--eval-every", "0"]
@@ -150,6 +147,7 @@ def watch_vllm(events: list[dict]) -> None:
     def create_once(self, *arguments, **options):
         if made:
             self.__dict__ = made[0]
+            self.apply_model(lambda model: vars(model).pop("compute_logits"))  # the last Sampler's
             self.collective_rpc("reload_weights")  # those on the disk
             self.reset_prefix_cache()
         else:
@@ -234,15 +232,15 @@ def main(
     flags: str = "",
 ) -> None:
     """`flags`: of every run, behind its own; as for a shell."""
-    from common import run
+    from common import ranks
 
-    rank, _ = run.set_up_processes()
+    rank, _, _ = ranks.set_up()
     problems, model = os.path.join(folder, "problems"), os.path.join(folder, "model/hf")
     common = ["--task", "jsonl", "--data-dir", problems, "--model", model, "--seed", "4"]
     events: list[dict] = []
     watch_vllm(events)
     watch_deepspeed(events)
-    for name in sorted(runs, key=lambda name: name != "evaluate"):  # it makes the process group
+    for name in runs:
         output = os.path.join(folder, name)
         place = ["--output", f"{output}.json"] if name == "evaluate" else ["--output-dir", output]
         place += [] if name == "evaluate" else ["--keep-checkpoints", "99"]

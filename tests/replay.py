@@ -5,32 +5,30 @@
 
 For each script, <folder>/<name>/<script> has the gradients and the norm of every optimizer step and
 the weights after it, <folder>/<name>/<script>.run the run. One process for all of them: the engines
-start once.
+start once. Each step of a replay starts from the weights that the recorded one started from.
 """
 
 import importlib
 import os
 import pickle
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import tyro
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from common import grading, run, sampling
+from common import engines, grading, ranks, sampling
 
 
-class Replay:
-    """In place of the sampler, not under test here: the recorded samples of these prompts."""
+class Replay(sampling.Sampler):
+    """In place of the engine, not under test here: the recorded samples of these prompts."""
 
     recorded: dict[tuple, list[sampling.Sample]]
-    seeds: ClassVar[set[int]] = set()  # asked for by this rank
 
-    def __init__(self, model, *_):
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
+    def __init__(self, args, tokenizer):
+        self.args, self.tokenizer = args, tokenizer
 
-    def generate(self, prompt_ids, n, temperature, seed, **_):
-        self.seeds.add(seed)
+    def generate(self, prompt_ids, n, max_tokens, temperature, *_, **__):
         return [self.recorded[n, temperature, *ids] for ids in prompt_ids]
 
     def sleep(self):
@@ -61,9 +59,9 @@ OF_SCRIPT = {
 }
 
 
-def grade_by_sum(tokenizer, response_ids, finished, answers, rule) -> list[float]:
+def grade_by_sum(tokenizer, samples, answers, rule) -> list[float]:
     """Rewards of both kinds in every group: at a temperature of 1.9 nothing is really right."""
-    return [float(sum(ids) % 3 == 0) for ids in response_ids]
+    return [float(sum(sample.ids) % 3 == 0) for sample in samples]
 
 
 def main(
@@ -75,7 +73,7 @@ def main(
     zero_stage: Literal[0, 2] = 0,
     scripts: tuple[str, ...] = tuple(OF_SCRIPT),
 ) -> None:
-    rank, _ = run.set_up_processes()
+    ranks.set_up()
     file = os.path.join(folder, "episodes")
     os.makedirs(os.path.join(folder, name), exist_ok=True)
     if record:
@@ -90,8 +88,8 @@ def main(
             self.__dict__ = engine[0].__dict__
             self.sync_weights(AutoModelForCausalLM.from_pretrained(model))
 
-        def record_samples(self, prompt_ids, n, temperature, **options):
-            groups = generate(self, prompt_ids, n, temperature, **options)
+        def record_samples(self, prompt_ids, n, max_tokens, temperature, *arguments, **options):
+            groups = generate(self, prompt_ids, n, max_tokens, temperature, *arguments, **options)
             keys = [(n, temperature, *ids) for ids in prompt_ids]
             for key, group in zip(keys, groups, strict=True):
                 recorded.setdefault(key, group)  # the same again for whoever asks again
@@ -103,22 +101,25 @@ def main(
         replay_samples(folder)
 
     grading.grade_all = grade_by_sum
-    steps = []
-    step = run.step
+    steps, expected = [], []
+    step = engines.step
 
-    def record_step(engine, *arguments: float) -> float:
-        grads = {
-            n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None
-        }
-        norm = step(engine, *arguments)
-        weights = {n: p.detach().float().clone() for n, p in engine.module.named_parameters()}
+    def record_step(engine, learning_rate: float) -> float:
+        named = dict(engine.module.named_parameters())
+        grads = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+        norm = step(engine, learning_rate)
+        weights = {n: p.detach().float().clone() for n, p in named.items()}
+        if expected:  # the next step starts where the recorded one did
+            for name, weight in expected[len(steps)]["weights"].items():
+                named[name].data.copy_(weight)
         steps.append({"grads": grads, "norm": norm, "weights": weights})
         return norm
 
-    run.step = record_step
+    engines.step = record_step
     for script in scripts:
         module = importlib.import_module(script)
         steps.clear()
+        expected[:] = [] if record else torch.load(os.path.join(folder, "recorded", script))
         output = os.path.join(folder, name, script)
         options = OPTIONS | dict(temperature=1.9) | OF_SCRIPT[script]  # ragged, some cut off
         module.main(
@@ -130,11 +131,9 @@ def main(
                 **options,
             )
         )
-        if rank == 0:
+        if ranks.is_main():
             torch.save(steps, output)
-    seeds = run.gather([*Replay.seeds])
-    assert len(set(seeds)) == len(seeds), "ranks draw with the same noise"
-    if record and rank == 0:
+    if record:
         with open(file, "wb") as stream:
             plain = {key: [tuple(s) for s in group] for key, group in recorded.items()}
             pickle.dump(plain, stream)

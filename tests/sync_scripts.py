@@ -11,32 +11,27 @@ import textwrap
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOURCE = "vineppo.py"
-COPIES = ["ppo.py", "grpo.py", "rloo.py"]
+COPIES = ["ppo.py", "grpo.py", "rloo.py", "experiments/vineppo_cheap.py"]
 # The sections that make a script what it is; those with a letter are PPO's critic.
 OWN = {"0", "2 tail", "3", "5b", "6.5", "6.6b"}
 LEARNING_RATE = re.compile(r"^    learning_rate: float = .*$", re.MULTILINE)  # each its own best
 # What stands in the other three as well, indented as it may be: (first line, last line).
 PASSAGES = {
+    "sampling flags": ("max_response_len: int", "nucleus sampling"),
     "log-probs": ("def compute_logprobs(", "return torch.zeros_like(response_mask)"),
     "schedule": ("def learning_rate_at(", "return peak * "),
-    "flags of the model": ("dtype: Literal", "share of a GPU's memory for vLLM"),
-    "processes": ("import deepspeed", "deepspeed.init_distributed("),
-    "set-up": ("trusted = ", "ref_model = copy.deepcopy"),
-    "optimizer": ("adamw = ", '"optimizer": '),
-    "flags of ends": ("grace_seconds: float", "NaN or infinity"),
-    "engine": ("policy, *_ = deepspeed.initialize(", "model=model, model_parameters="),
-    "draw prompts": ("drawn = run.draw(len(problems)", "b_answer = "),
-    "sample responses": ('logger.phase("sample")', "metrics |= sampling.describe(samples)"),
-    "rewards": ('logger.phase("grade")', 'metrics["rollout/reward"]'),
-    "sequences": ("prompt_lens = torch.tensor(", "input_ids = pad_sequence("),
-    "evaluation": ("scores = sampling.evaluate(", 'metrics["eval/pass@1"] = sum(scores)'),
+    "set-up": ("logger = run.Run(", "ref_model = copy.deepcopy"),
+    "engine": ("policy = engines.initialize(", "trained = "),
+    "sampling": ("# ==== 6.1 draw prompts", 'metrics["rollout/reward"]'),
+    "backward": ("policy.set_gradient_accumulation_boundary", "policy.backward("),
+    "evaluation": ('seed = ranks.seed_of(args.seed, iteration, "evaluate")', "scores = sampler."),
     "checkpoints": ("if done % args.save_every == 0", "logger.save(done"),
+    "run": ("# ==== 7. run", "main(flags.parse(Args))"),
 }
 OTHERS = {  # the passages that a script has
-    "restem.py": set(PASSAGES) - {"checkpoints"},
-    "dpo_pos.py": set(PASSAGES) - {"draw prompts", "sample responses", "rewards"},
-    "sft.py": {"log-probs", "schedule", "processes", "optimizer", "engine", "checkpoints"}
-    | {"flags of ends"},
+    "restem.py": set(PASSAGES) - {"engine", "checkpoints"},
+    "dpo_pos.py": set(PASSAGES) - {"sampling"},
+    "sft.py": {"log-probs", "schedule", "engine", "backward", "checkpoints", "run"},
 }
 
 
@@ -92,7 +87,7 @@ def count_differences(one: str, other: str) -> tuple[int, int]:
 
 
 PAIRS = [("ppo.py", "vineppo.py"), ("grpo.py", "vineppo.py"), ("rloo.py", "vineppo.py")]
-PAIRS += [("grpo.py", "rloo.py")]
+PAIRS += [("grpo.py", "rloo.py"), ("vineppo.py", "experiments/vineppo_cheap.py")]
 
 
 def difference_table() -> str:
@@ -116,7 +111,9 @@ def with_differences(text: str) -> str:
         done = subprocess.run(["diff", *names], cwd=ROOT, capture_output=True, text=True)
         return f"$ diff {match[1]}\n{done.stdout}```"
 
-    return re.sub(r"^\$ diff (\w+\.py \w+\.py)\n.*?^```", run_diff, text, flags=re.DOTALL | re.M)
+    return re.sub(
+        r"^\$ diff ([\w/]+\.py [\w/]+\.py)\n.*?^```", run_diff, text, flags=re.DOTALL | re.M
+    )
 
 
 def read_file(name: str) -> str:

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from analysis import compare, gradient
 from analysis.exact import OPS, exact_values, read_digits, read_prompt
 from common import UsageError, data, steps
+from tasks import chain
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def table():
     for i, op in enumerate(OPS):
         for digit in range(10):
             for operand in range(10):
-                right = data.apply_operation(digit, op, operand)
+                right = chain.apply_operation(digit, op, operand)
                 probabilities[i, digit, operand, right] += 0.7
     return probabilities
 
@@ -55,10 +56,10 @@ def test_exact_values_of_a_perfect_policy(table):
 
 
 def test_digits_of_demonstrations_and_of_what_is_no_chain():
-    tokenizer = data.make_chain_tokenizer()
+    tokenizer = chain.make_tokenizer()
     for problem in data.load_problems("chain", "sft")[:50]:
         ids = tokenizer(problem.solution).input_ids
-        ends, _ = steps.split_steps(ids, tokenizer, "line")
+        ends = steps.split_steps(ids, tokenizer, "line")
         texts = steps.step_texts(ids, ends, tokenizer)
         digits = read_digits(problem.prompt, texts)
         assert digits[0] == int(problem.prompt[0]) and len(digits) == 9
@@ -122,13 +123,13 @@ def test_reach_and_spread():
 def test_results_are_read_at_the_equals_signs():
     """On demonstrations: each probability is that of the token behind an `=`, which is the digit in
     which the next step starts."""
-    tokenizer = data.make_chain_tokenizer()
+    tokenizer = chain.make_tokenizer()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(data.make_chain_model_config(tokenizer)).eval()
+    model = LlamaForCausalLM(chain.make_model_config(tokenizer)).eval()
     episodes = []
     for problem in data.load_problems("chain", "sft")[:3]:
         prompt_ids, ids = tokenizer([problem.prompt, problem.solution]).input_ids
-        ends, _ = steps.split_steps(ids, tokenizer, "line")
+        ends = steps.split_steps(ids, tokenizer, "line")
         digits = read_digits(problem.prompt, steps.step_texts(ids, ends, tokenizer))
         episodes.append(gradient.Episode(problem, prompt_ids, ids, 0.0, ends, digits))
     ((lines, results),) = gradient.result_probabilities(model, tokenizer, episodes, 0.6)

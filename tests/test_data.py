@@ -12,8 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from common import UsageError, data, run
-from common.grading import extract_boxed, grade, grade_boxed
+from common import UsageError, data, engines
+from common.grading import grade
+from mathequal import extract_boxed, grade_boxed
+from tasks import chain, mathematics
 from tests.conftest import ROOT, read_jsonl
 from tests.test_steps import make_bpe
 
@@ -24,21 +26,24 @@ needs_data = pytest.mark.skipif(not os.path.isdir(DATA), reason="no data sets be
 
 
 @pytest.fixture(scope="module")
-def chain():
-    return {split: data.make_chain_problems(split) for split in data.CHAIN_SPLITS}
+def problems_of():
+    return {split: data.load_problems("chain", split) for split in chain.SPLITS}
 
 
-def test_chain_splits_are_disjoint_and_always_the_same(chain):
-    prompts = [problem.prompt for problems in chain.values() for problem in problems]
-    assert len(prompts) == len(set(prompts)) == sum(data.CHAIN_SPLITS.values())
-    assert chain["test"] == data.make_chain_problems("test")
+def test_chain_splits_are_disjoint_and_always_the_same(problems_of):
+    prompts = [problem.prompt for problems in problems_of.values() for problem in problems]
+    assert len(prompts) == len(set(prompts)) == sum(chain.SPLITS.values())
+    assert problems_of["test"] == data.load_problems("chain", "test")
     # one known problem: another Python or another order of draws would move it
-    assert chain["train"][0].prompt == "7-2+7-8+4-4-3+3-9=?\n" and chain["train"][0].answer == "5"
+    assert (
+        problems_of["train"][0].prompt == "7-2+7-8+4-4-3+3-9=?\n"
+        and problems_of["train"][0].answer == "5"
+    )
 
 
-def test_chain_answers_are_true_and_the_demonstrator_slips_as_described(chain):
+def test_chain_answers_are_true_and_the_demonstrator_slips_as_described(problems_of):
     slips, facts = {}, {}
-    for problem in chain["sft"]:
+    for problem in problems_of["sft"]:
         expression = problem.prompt.removesuffix("=?\n")
         digits = [int(d) for d in re.findall(r"\d", expression)]
         operations = re.findall(r"[+-]", expression)
@@ -48,9 +53,9 @@ def test_chain_answers_are_true_and_the_demonstrator_slips_as_described(chain):
         assert len(lines) == 9 and lines[-1].startswith("#### ")
         for line in lines[:-1]:
             first, equation, last = line.split(" ")
-            assert first in data.FILLERS and last in data.FILLERS
+            assert first in chain.FILLERS and last in chain.FILLERS
             a, op, b, result = re.fullmatch(r"(\d)([+-])(\d)=(\d)", equation).groups()
-            offset = (int(result) - data.apply_operation(int(a), op, int(b))) % 10
+            offset = (int(result) - chain.apply_operation(int(a), op, int(b))) % 10
             facts[a, op, b] = facts.get((a, op, b), 0) + 1
             if offset:
                 slips.setdefault((a, op, b), []).append(offset)
@@ -60,16 +65,16 @@ def test_chain_answers_are_true_and_the_demonstrator_slips_as_described(chain):
         assert 0.4 < len(offsets) / facts[fact] < 0.6
 
 
-def test_chain_share_of_right_demonstrations(chain):
+def test_chain_share_of_right_demonstrations(problems_of):
     """About (1 - 1/4)^8 = 0.10, and the slips that cancel."""
-    right = [grade(problem.solution, problem.answer) for problem in chain["sft"]]
+    right = [grade(problem.solution, problem.answer) for problem in problems_of["sft"]]
     assert 0.08 < sum(right) / len(right) < 0.2
 
 
-def test_chain_tokenizer_is_lossless(chain):
-    tokenizer = data.make_chain_tokenizer()
+def test_chain_tokenizer_is_lossless(problems_of):
+    tokenizer = chain.make_tokenizer()
     assert len(tokenizer) == 34
-    for problem in chain["sft"][:500]:
+    for problem in problems_of["sft"][:500]:
         for text in (problem.prompt, problem.solution):
             assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
         assert len(tokenizer(problem.prompt)["input_ids"]) == 20
@@ -239,14 +244,14 @@ def test_math_split(tmp_path, capsys):
 @needs_data
 def test_committed_splits_are_the_smallest_fingerprints():
     """So nobody picked them."""
-    with open(f"{ROOT}/common/splits.json") as file:
+    with open(f"{ROOT}/tasks/splits.json") as file:
         splits = json.load(file)
     for task, folder, field in (("gsm8k", GSM8K, "question"), ("math", MATH, "problem")):
-        keys = [data.fingerprint(row[field]) for row in read_jsonl(f"{folder}/train.jsonl")]
+        keys = [mathematics.fingerprint(row[field]) for row in read_jsonl(f"{folder}/train.jsonl")]
         once = sorted(key for key, times in Counter(keys).items() if times == 1)
         committed = splits[task]["validation"]
         assert committed == [key for key in once if key <= committed[-1]]
-        test = [data.fingerprint(row[field]) for row in read_jsonl(f"{folder}/test.jsonl")]
+        test = [mathematics.fingerprint(row[field]) for row in read_jsonl(f"{folder}/test.jsonl")]
         assert splits[task]["test"] == sorted(test)
     assert [len(s["validation"]) for s in splits.values()] == [373, 500]
 
@@ -312,6 +317,7 @@ def put_on_hub(folder, files):
         (folder / name / "README.md").write_text("\n".join([*lines, "---", ""]))
 
 
+@pytest.mark.slow
 @needs_data
 @pytest.mark.parametrize("task", ["gsm8k", "math"])
 def test_the_hub_gives_the_same_splits(task, tmp_path):
@@ -339,6 +345,7 @@ def test_the_hub_gives_the_same_splits(task, tmp_path):
         assert hub[0].startswith(said) and len(hub) == 3  # each file is read once
 
 
+@pytest.mark.slow
 def test_without_a_network(tmp_path):
     for task in ("gsm8k", "math"):
         result = run_python(SHOW_SPLITS, task, cwd=tmp_path, HF_HUB_OFFLINE="1")
@@ -352,7 +359,7 @@ def test_without_a_network(tmp_path):
 
 
 def test_prompts_that_are_too_long_are_dropped_or_refused():
-    tokenizer = data.make_chain_tokenizer()
+    tokenizer = chain.make_tokenizer()
     problems = [data.Problem("1+2=?\n", "3", None), data.Problem("1+2+3=?\n", "6", None)]
     kept, ids = data.encode_prompts(problems, tokenizer, 6)
     assert kept == problems[:1] and len(ids) == 1 and len(ids[0]) == 6
@@ -441,12 +448,12 @@ def test_sft_and_train_may_share_problems(tmp_path):
 
 def test_added_tokens_count():
     """Their rows are no padding: EOS is often one of them."""
-    tokenizer = data.make_chain_tokenizer()
+    tokenizer = chain.make_tokenizer()
     tokenizer.add_tokens(["<tool>"])
-    assert tokenizer.vocab_size == 34 and run.count_tokens(tokenizer) == 35
+    assert tokenizer.vocab_size == 34 and engines.count_tokens(tokenizer) == 35
 
 
 def test_the_answer_of_a_math_row_is_its_field_or_else_its_last_box():
     row = {"problem": "1+2?", "solution": r"so \boxed{2}, or \boxed{3}"}
-    assert data.parse_math(row).answer == "3"
-    assert data.parse_math(row | {"answer": "4"}).answer == "4"
+    assert mathematics.parse("math", row)[1] == "3"
+    assert mathematics.parse("math", row | {"answer": "4"})[1] == "4"

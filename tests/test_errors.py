@@ -2,17 +2,22 @@
 docs/errors.md, whose every row is made here. `python -m tests.test_errors` renews the page."""
 # ruff: noqa: E501 (a case is a line)
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
-from common import UsageError, data, run
+import restem
+import vineppo
+from common import UsageError, engines, flags
+from tasks import chain
 from tests.conftest import ROOT, call, quiet_environment
 
 PAGE = os.path.join(ROOT, "docs/errors.md")
@@ -42,15 +47,15 @@ FILES: dict[str, tuple[bytes | str | None, str | None]] = {
 
 def make_models(folder) -> None:
     """Tiny checkpoints, each wrong in one way, or in none ("model")."""
-    tokenizer = data.make_chain_tokenizer()
-    config = data.make_chain_model_config(tokenizer)
+    tokenizer = chain.make_tokenizer()
+    config = chain.make_model_config(tokenizer)
     model = AutoModelForCausalLM.from_config(config)
 
     def make(name: str, weights: bool = True):
         if weights:
             model.save_pretrained(folder / name)
         config.save_pretrained(folder / name)
-        data.make_chain_tokenizer().save_pretrained(folder / name)
+        chain.make_tokenizer().save_pretrained(folder / name)
         return folder / name
 
     def change(path, **values) -> None:
@@ -66,16 +71,16 @@ def make_models(folder) -> None:
     classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     change(of_its_own / "config.json", model_type="evil", auto_map=classes)
     change(make("few_rows", weights=False) / "config.json", vocab_size=20)
-    no_eos = data.make_chain_tokenizer()
+    no_eos = chain.make_tokenizer()
     no_eos.eos_token = None
     no_eos.save_pretrained(make("no_eos"))
-    bos = data.make_chain_tokenizer()
+    bos = chain.make_tokenizer()
     bos.bos_token = "####"
     bos._tokenizer.post_processor = TemplateProcessing(
         single="#### $A", special_tokens=[("####", bos.bos_token_id)]
     )
     bos.save_pretrained(make("adds_bos"))
-    chat = data.make_chain_tokenizer()
+    chat = chain.make_tokenizer()
     chat.chat_template = "{{ messages }}"
     chat.save_pretrained(make("chat"))
 
@@ -86,19 +91,18 @@ CASES = [
     ("**Flags**", [], ""),
     ("a task that is none", ["--task", "nope"], "--task nope: no such task; there are chain, gsm8k, math, jsonl"),
     ("a batch that minibatches do not divide", ["--minibatch-size", "24"], "--minibatch-size 24 does not divide the 64 responses of an iteration (--num-prompts 8 x --group-size 8)"),
-    ("a smoothing above 1", ["--smoothing", "2"], "--smoothing 2.0: from 0 to 1"),
+    ("a smoothing above 1", ["-m", "experiments.vineppo_cheap", "--smoothing", "2"], "--smoothing 2.0: must be between 0 and 1"),
     ("an engine of more ranks than there are", ["--tensor-parallel-size", "2", "--model", "FOLDER/model"], "--tensor-parallel-size 2: does not divide the number of ranks, 1"),
     ("ZeRO 3 where it does not go", ["restem.py", "--zero-stage", "3"], "--zero-stage 3: the walk goes back to whole weights; take 0 or 2"),
-    ("no rollouts", ["--k", "0"], "--k 0: a value needs at least one rollout"),
-    ("a cap below 0", ["--max-steps-valued", "-1"], "--max-steps-valued -1: below 0"),
+    ("no rollouts", ["--k", "0"], "--k 0: must be at least 1"),
+    ("a cap below 0", ["-m", "experiments.vineppo_cheap", "--max-steps-valued", "-1"], "--max-steps-valued -1: must be 0 or more"),
     ("no prompts", ["--num-prompts", "0"], "--num-prompts 0: must be at least 1"),
     ("no iterations", ["--num-iterations", "0"], "--num-iterations 0: must be at least 1"),
     ("a learning rate of 0", ["--learning-rate", "0"], "--learning-rate 0.0: must be above 0"),
     ("a temperature of 0", ["--eval-temperature", "0"], "--eval-temperature 0.0: must be above 0 and at most 2"),
     ("a top-p above 1", ["--top-p", "2"], "--top-p 2.0: must be above 0 and at most 1"),
     ("a warm-up above 1", ["--warmup-fraction", "3"], "--warmup-fraction 3.0: must be between 0 and 1"),
-    ("a negative KL coefficient", ["--kl-coef", "-1"], "--kl-coef -1.0: below 0"),
-    ("a negative time of grace", ["--grace-seconds", "-1"], "--grace-seconds -1.0: must be 0 or more"),
+    ("a negative KL coefficient", ["--kl-coef", "-1"], "--kl-coef -1.0: must be 0 or more"),
     ("responses as long as the context", ["--max-response-len", "128"], "--max-response-len 128 leaves no room for a prompt in --max-model-len 128"),
     ("Weights & Biases that is not installed", ["--track"], "--track needs Weights & Biases: .venv/bin/pip install wandb"),
     ("a group of one", ["grpo.py", "--group-size", "1", "--minibatch-size", "8"], "--group-size 1: a group of one says nothing"),
@@ -109,7 +113,7 @@ CASES = [
     ("a walk without steps", ["restem.py", "--eval-every", "0"], "--eval-every 0: the walk needs checkpoints to evaluate"),
     ("a pair of one", ["dpo_pos.py", "--group-size", "1"], "--group-size 1: a pair needs two responses"),
     ("a beta of 0", ["dpo_pos.py", "--beta", "0"], "--beta 0.0: must be above 0"),
-    ("a negative penalty", ["dpo_pos.py", "--penalty", "-1"], "--penalty -1.0: must be 0 (plain DPO) or more"),
+    ("a negative penalty", ["dpo_pos.py", "--penalty", "-1"], "--penalty -1.0: must be 0 or more"),
     ("no pairs", ["dpo_pos.py", "--max-pairs", "0"], "--max-pairs 0: must be at least 1"),
     ("a learning rate of 0", ["sft.py", "--learning-rate", "0"], "--learning-rate 0.0: must be above 0"),
     ("no problems in a batch", ["sft.py", "--batch-size", "0"], "--batch-size 0: must be at least 1"),
@@ -135,7 +139,7 @@ CASES = [
     ("a problem to train on and to evaluate on", [*JSONL, "FOLDER/common"], "FOLDER/common/train.jsonl:1: the problem '1+1=?' is that of FOLDER/common/validation.jsonl:1 too: take it out of one of them, or scores would be of problems that were trained on"),
     ("prompts that leave no room", [*JSONL, "FOLDER/long", "--model", "FOLDER/model"], "all 1 prompts have more than 48 tokens (--max-model-len less --max-response-len): raise the first or lower the second"),
     ("a second BOS", [*JSONL, "FOLDER/bos", "--model", "FOLDER/adds_bos"], "the prompt '####1+1=?' begins with '####', and the tokenizer puts one before it: take it out of the data"),
-    ("no solutions to learn from", ["sft.py", *JSONL, "FOLDER/good", "--model", "FOLDER/model"], "--task jsonl: no \"solution\" for '1+1=?'"),
+    ("no solutions to learn from", ["sft.py", *JSONL, "FOLDER/good", "--model", "FOLDER/model"], "no \"solution\" to learn from for '1+1=?'"),
     ("a file to grade that is none", ["-m", "common.grading", "FOLDER/good/train.jsonl"], "FOLDER/good/train.jsonl:1: not a row to grade: KeyError('response')"),
     ("**Models**", [], ""),
     ("a folder that is not there", ["--model", "FOLDER/nowhere"], "--model FOLDER/nowhere: no such folder"),
@@ -176,10 +180,8 @@ def results(tmp_path_factory):
                 text = text if isinstance(text, bytes) else text.encode()
                 (folder / name / f"{file}.jsonl").write_bytes(text)
     make_models(folder)
-    import vineppo
-
     settings = {**vars(vineppo.Args()), "script": "vineppo", "world_size": 1, "kl_coef": 0.001}
-    settings = {k: v for k, v in settings.items() if k not in run.FREE_SETTINGS}
+    settings = {k: v for k, v in settings.items() if k not in flags.FREE}
     (folder / "run").mkdir()
     (folder / "run" / "args.json").write_text(json.dumps(settings))
     commands = []
@@ -240,22 +242,28 @@ def test_the_page_has_these_rows():
 # ---- what is right, though it may look wrong -----------------------------------------------------
 
 
+def args_for(model, trust: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        model=str(model), max_model_len=128, trust_remote_code=trust, dtype="float32"
+    )
+
+
 def test_pickles_and_code_are_read_where_they_are_trusted(results):
     folder, _ = results
-    run.check_model(f"{folder}/pickles", 128, trust_remote_code=True)
-    loaded = run.load_model(f"{folder}/pickles", "float32", trust_remote_code=True)
-    whole = run.load_model(f"{folder}/model", "float32")
+    pickles, model = args_for(folder / "pickles", trust=True), args_for(folder / "model")
+    tokenizer = engines.load_tokenizer(pickles)
+    loaded, whole = (engines.load_model(args, tokenizer) for args in (pickles, model))
     assert loaded.state_dict().keys() == whole.state_dict().keys()
     with pytest.raises(OSError, match=r"model\.safetensors"):
-        run.load_model(f"{folder}/pickles", "float32")
+        engines.load_model(args_for(folder / "pickles"), tokenizer)
     with pytest.raises(UsageError):  # it has no such classes
-        run.check_model(f"{folder}/code", 128, trust_remote_code=True)
+        engines.load_tokenizer(args_for(folder / "code", trust=True))
     assert os.path.exists(folder / "EXECUTED")
     os.remove(folder / "EXECUTED")
 
 
 def test_a_chat_template_is_not_used_and_that_is_said(results, capsys):
-    run.check_model(f"{results[0]}/chat", 128)
+    engines.load_tokenizer(args_for(results[0] / "chat"))
     assert "has a chat template; it is not used, prompts are plain text" in capsys.readouterr().out
 
 
@@ -264,9 +272,35 @@ def test_missing_sft_checkpoint_names_the_command(tmp_path, monkeypatch):
     with pytest.raises(
         UsageError, match=r"--model runs/sft/hf: no such folder; `python sft\.py` makes"
     ):
-        run.check_model("runs/sft/hf", 128)
+        engines.load_tokenizer(args_for("runs/sft/hf"))
 
 
+def test_help_has_all_flags_in_groups_the_script_s_own_first(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["vineppo.py", "--help"])
+    with pytest.raises(SystemExit):
+        flags.parse(vineppo.Args)
+    shown = capsys.readouterr().out
+    titles = ["script options", "training options", "model options", "sampler options"]
+    places = [shown.index(title) for title in [*titles, "run options"]]
+    assert places == sorted(places)
+    for field in dataclasses.fields(vineppo.Args):
+        assert f"--{field.name.replace('_', '-')}" in shown, field.name
+    assert shown.index("--k INT") < places[1] < shown.index("--seed INT")
+    assert "VinePPO: PPO whose values are measured" in shown and "rollouts per state" in shown
+
+
+def test_own_and_inherited_flags_land_in_the_arguments(monkeypatch, capsys):
+    words = ["restem.py", "--eval-every", "7", "--seed", "5", "--track", "--group-size", "3"]
+    monkeypatch.setattr(sys, "argv", words)
+    args = flags.parse(restem.Args)
+    assert args == restem.Args(eval_every=7, seed=5, track=True, group_size=3)
+    monkeypatch.setattr(sys, "argv", [*words, "--grup-size", "3"])
+    with pytest.raises(SystemExit):
+        flags.parse(restem.Args)
+    assert "Unrecognized options: --grup-size" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_ranks_say_it_once():
     result = call("vineppo.py", "--minibatch-size", "24", ranks=2, fails=True)
     assert result.stderr.count("error: --minibatch-size 24 does not divide") == 1

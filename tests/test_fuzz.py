@@ -18,6 +18,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import mathequal
+import mathequal.process
 from analysis import credit
 from common import UsageError, data, grading, run, steps
 from tests.conftest import ROOT
@@ -89,7 +91,7 @@ def in_a_folder(tmp_path_factory):
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("fuzz"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grading, "TIME_LIMIT", 600)  # a busy machine decides nothing
+        patch.setattr(mathequal.process, "TIME_LIMIT", 600)  # a busy machine decides nothing
         yield
     assert os.listdir() == [] and not os.path.exists(f"{ROOT}/EXECUTED")  # by the worker
     os.chdir(before)
@@ -98,7 +100,7 @@ def in_a_folder(tmp_path_factory):
 @pytest.mark.parametrize("text", LONG, ids=range(len(LONG)))
 def test_long_ones_are_soon_wrong_and_lossless(text):
     start = time.thread_time()
-    assert grading.grade(text, "5") == grading.grade_boxed(text, "5") == 0.0
+    assert grading.grade(text, "5") == mathequal.grade_boxed(text, "5") == 0.0
     for rule in steps.RULES.values():
         assert [*rule(text)][-1] == len(text)
     assert time.thread_time() - start < 30  # a busy machine changes nothing; some hundredths
@@ -108,7 +110,7 @@ def test_long_ones_are_soon_wrong_and_lossless(text):
 @given(TEXT)
 def test_grading_returns_0_or_1(text):
     assert grading.grade(text, "5") in (0.0, 1.0)
-    content = grading.extract_boxed(text)
+    content = mathequal.extract_boxed(text)
     assert content is None or content.strip()
     assert grading.extract_number(text) is None or float(grading.extract_number(text)) is not None
 
@@ -132,10 +134,10 @@ FORMULA = st.recursive(
 @example(r"\binom{10000000000}{5}", "x^2+1")
 def test_answers_are_compared_in_time(text, answer):
     """In the worker, in what it gives itself; a failure would be counted, so there was none."""
-    before = dict(grading.worker.failures)
-    assert grading.worker.equal(text, answer) in (True, False)
-    assert grading.grade_boxed("so \\boxed{" + text + "}", answer) in (0.0, 1.0)
-    assert grading.worker.failures == before, text
+    before = dict(mathequal.worker.failures)
+    assert mathequal.worker.equal(text, answer) in (True, False)
+    assert mathequal.grade_boxed("so \\boxed{" + text + "}", answer) in (0.0, 1.0)
+    assert mathequal.worker.failures == before, text
 
 
 @fuzz(200)

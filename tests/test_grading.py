@@ -1,34 +1,30 @@
-"""Rewards: GSM8K's number after the marker, MATH's last box, and what equals what."""
-
-# ruff: noqa: RUF001 (letters that look alike are the point)
+"""Rewards: the number after the marker, or the last box, of responses as token ids and in files."""
 
 import json
 import os
-import re
-import resource
-import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
-import psutil
 import pytest
 
-from common import data, equivalence, grading
-from common.grading import extract_boxed, extract_number, grade, grade_all, grade_boxed
-from tests.conftest import ROOT, call
+import mathequal
+import mathequal.process
+from common import ranks
+from common.grading import extract_number, grade, grade_all
+from common.sampling import Sample
+from mathequal import grade_boxed
+from tasks import chain
+from tests.conftest import call
 
 SHARED = os.path.join(os.path.dirname(__file__), "../../shared")
 CASES = os.path.join(SHARED, "cases/grader_cases.jsonl")
-MATH = os.path.join(SHARED, "data/math")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def a_busy_machine_decides_nothing():
+    ranks.set_up()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grading, "TIME_LIMIT", 600)
+        patch.setattr(mathequal.process, "TIME_LIMIT", 600)
         yield
 
 
@@ -78,324 +74,19 @@ def test_extract_number():
 
 
 def test_a_response_that_was_cut_off_gets_nothing():
-    tokenizer = data.make_chain_tokenizer()
+    tokenizer = chain.make_tokenizer()
     ids = tokenizer("#### 5")["input_ids"]
-    rewards = grade_all(
-        tokenizer, [[*ids, 1], ids, [1]], [True, False, True], ["5", "5", "5"], "####"
-    )
-    assert rewards == [1.0, 0.0, 0.0]
-
-
-# ---- MATH: which box -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"so $\boxed{12}$.", "12"),
-        (r"first \boxed{8}, or rather \boxed{9}", "9"),  # the last one
-        (r"\boxed{\frac{\sqrt{2}}{3}}", r"\frac{\sqrt{2}}{3}"),
-        (r"\fbox{7}", "7"),
-        (r"\boxed {  7  }", "7"),
-        (r"$n = \boxed 4$.", "4"),
-        (r"$n = \boxed-4$", "-4"),
-        (r"$\boxed\pi$", r"\pi"),
-        (r"\boxed{6}. Above I used \boxed as asked.", "6"),
-        (r"Write \boxed{} around it: \boxed{6}", "6"),
-        (r"\boxed{6} as in \boxed{}, \boxed{\,} and \boxed{\text{ }}", "6"),
-        (r"\boxed{6} and then \boxed{7", "6"),  # the last complete one
-        (r"\boxed{7", None),
-        (r"\boxed{\{1\}}", r"\{1\}"),
-        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
-        (r"a } and a { before \boxed{3}", "3"),
-        (r"x\\\boxed{3}", "3"),
-        (r"\\boxed{3}", "3"),
-        (r"\boxed{\boxed{}}", None),
-        (r"\boxedtimes{3}", None),
-        ("boxed{3}", None),
-        ("the answer is 3", None),
-        ("", None),
-    ],
-)
-def test_extract_boxed(text, content):
-    assert extract_boxed(text) == content
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        r"\boxed{" * 50_000,
-        r"\boxed{" * 50_000 + "1" + "}" * 50_000,
-        r"\boxed{}" * 50_000,
-        r"\boxed" * 50_000,
-        r"\boxed" + " " * 1_000_000,
-        r"\boxed" + "(" * 1_000_000,
-        r"\boxed{1" + " " * 1_000_000 + "2}",
-        "{" * 1_000_000,
-        "\\" * 1_000_001,
-    ],
-)
-def test_extraction_is_linear(text):
-    start = time.thread_time()
-    extract_boxed(text)
-    assert time.thread_time() - start < 30
-
-
-# ---- MATH: what equals what, as `answer | reference` ---------------------------------------------
-
-EQUAL = r"""
-\dfrac{5}{8} | \frac{5}{8} ; \frac58 | 0.625 ; 5/8 | \frac{5}{8} ; \frac5{8} | \frac{5}8
--\frac{5}{8} | \frac{-5}{8}
-4\frac{1}{3} | \frac{13}{3} ; 4 1/3 | \frac{13}{3} ; -4\frac{1}{3} | -\frac{13}{3}
-4\cdot\frac{1}{3} | \frac{4}{3}
-0.\overline{27} | \frac{3}{11} ; 2.1\overline{6} | \frac{13}{6} ; 0.(6) | \frac{2}{3}
-0.666\ldots | \frac{2}{3}
-56,000 | 56000 ; 56{,}000 | 56000 ; 56\,000 | 56000 ; 56,\!000 | 56 000 ; 8,123.50 | 8123.5
-0042 | 42 ; 42. | 42
-6! | 720 ; \binom{7}{3} | 35 ; {7 \choose 3} | 35 ; 3^5 | 243 ; 2^{3^2} | 512
-4.2\times10^{4} | 42000 ; 7e4 | 70000
-9 thousand | 9000 ; \$4\text{ million} | 4000000 ; \text{seven} | 7 ; +7 | 7 ; \lceil 6.2 \rceil | 7
-|-7| | 7
-\sqrt{75} | 5\sqrt3 ; \frac{6}{\sqrt{3}} | 2\sqrt{3} ; \sqrt{7+4\sqrt3} | 2+\sqrt3
-\sqrt[3]{-27} | -3 ; 5^{1/3} | \sqrt[3]5
-\log_3 81 | 4 ; \log_381 | 4 ; \ln 9 | 2\ln 3 ; \sin 150^\circ | \frac12 ; \cos(\pi/3) | 0.5
-\tan^{-1} 1 | \frac{\pi}{4}
-\cot^2 t | \csc^2 t - 1 ; \sin 2t | 2\sin t\cos t ; |u| | \sqrt{u^2} ; \frac{u^2-9}{u-3} | u+3
-e^{-u} | \frac1{e^u}
-7\text{ kg} | 7 ; 7 km | 7 ; 7\text{ m}^2 | 7\text{ square meters} ; 7\text{ hrs} | 7\text{ hours}
-7 owls | 7 ; 7 mph | 7\text{ miles per hour} ; 7\text{ km/h} | 7 kilometers per hour
-\$7.50 | 7.5 ; 7.5 dollars | \$7.50 ; 7¢ | 7\text{ cents} ; 70\% | 70 ; 70 percent | 70\%
-30^{\circ} | 30 ; 30° | 30^\circ
-n = 8 | 8 ; 8 | n=8 ; g(t)=3t | 3t ; \text{Volume} = 8 | 8 ; \angle PQR = 40^\circ | 40
-n = 3+5 = 8 | 8 ; m_1=8 | 8
-y=3x-1 | 3x-y=1 ; 6y=18x-6 | y=3x-1 ; u^2+v^2=5 | 5=v^2+u^2 ; (x,y)=(4,5) | (4,5) ; P=(4,5) | (4,5)
-(t+2)(t-2) | t^2-4 ; 2(u+v) | 2v+2u ; -(u-v) | v-u ; uvw | wvu
-am+1 | 1+ma ; \frac{in}{2} | \frac12 ni
-\frac{u}{2}+\frac13 | \frac{3u+2}{6} ; t(t+1)/2 | \frac{t^2+t}{2}
-\left(4, \frac12\right) | (4,0.5) ; [-1,\infty) | [-1, +\infty) ; \langle 4,5 \rangle | (4,5)
-(100, 200) | (100,200)
-8, 9 | 9,8 ; 8 \text{ and } 9 | 9,8 ; 7, 8, and 9 | 9,8,7 ; 8; 9 | 9,8 ; n=8 \text{ or } n=9 | 8,9
-300, 100 | 100, 300
-\{8,9\} | \{9,8\} ; \{8,8,9\} | \{8,9\} ; 8,9 | \{9,8\} ; \{\} | \emptyset ; \varnothing | ∅
-(1,7),(2,8) | (2,8),(1,7)
-\pm 6 | 6,-6 ; t=\pm 6 | -6, 6 ; 3\pm\sqrt2 | 3-\sqrt2,3+\sqrt2
-\frac{-1\pm\sqrt{3}}{2} | \frac{-1+\sqrt3}{2}, \frac{-1-\sqrt3}{2}
-5-2i | -2i+5 ; \frac{2}{1+i} | 1-i ; i^3 | -i ; \infty | +\infty ; -infinity | -\infty
-t \geq 4 | [4,\infty) ; 4 \le t | t\ge4 ; 3t<12 | t<4 ; 1<t\le4 | (1,4] ; t\in(1,4] | 4\ge t>1
-t>1 \text{ and } t<4 | (1,4)
-t<1 \text{ or } t>4 | (4,\infty)\cup(-\infty,1) ; t\ne1 | (-\infty,1)\cup(1,\infty)
-\mathbb{R}\setminus\{1\} | t\ne 1
-\{t \mid t>4\} | (4,\infty) ; (0,2]\cup(1,4) | (0,4) ; a \ge b | b \le a
-\begin{pmatrix} 5 \\ 6 \end{pmatrix} | \begin{bmatrix}5\\6\end{bmatrix}
-2\begin{pmatrix}1&2\\\end{pmatrix} | \begin{pmatrix}2&4\end{pmatrix}
-\text{(D)} | D ; (D) | \text{D} ; \textbf{(D) }17 | D ; \text{(D)} 17 | 17 ; B, A | \text{A,B}
-\text{Parabola} | parabola ; \text{Yes} | yes ; \mathrm{Wednesday} | \text{wednesday}
-\text{Not possible.} | not possible
-7:45\text{ a.m.} | 7:45 AM ; 07:45 | 7:45 ; 5:3 | 5 : 3 ; 2201_{3} | 2201_3 ; 2201 | 2201_3
-B7_{12} | \text{B7}_{12}
-−8 | -8 ; 5×7 | 35 ; ¾ | 0.75 ; 2¾ | 2.75 ; t³ | t^3 ; √5 | \sqrt5 ; ２４ | 24 ; t ≤ 4 | t\le 4
-3π | 3\pi ; 10⁻² | 0.01 ; 4\u200b | 4
-5pi/6 | \frac{5\pi}{6} ; 2*sqrt(7) | 2\sqrt7 ; t**3 | t^3 ; exp(3t) | e^{3t} ; t^(1/2) | \sqrt t
-t>=4 | t \ge 4
-\text{The answer is } 6 | 6 ; \approx 6.3 | 6.3 ; \mathbf{6} | 6 ; \displaystyle 6 | 6
-\boxed{6} | 6 ; $6$ | 6 ; 6\\ | 6
-\frac{|3} | \frac{|3} ; \text{March 3} | march 3
-"""
-DIFFERENT = r"""
-\frac58 | \frac85 ; 0.67 | \frac23 ; 0.6666666666666666 | \frac23 ; 0.\overline{6} | 0.6
-4\frac13 | \frac43 ; 4\frac{1}{3} | 4
-\frac{1}{40!} | \frac{1}{41!} ; 99999999999999999999 | 99999999999999999998 ; 4.2\times10^4 | 420
-10^{400} | \infty
-\sqrt{6} | \sqrt{5} ; 2.2360679774997896964 | \sqrt5 ; 3.1416 | \pi ; \sqrt{2}\cdot 3 | \sqrt{6}
-\sqrt{2+\sqrt3} | \sqrt2+\sqrt3
-7\text{ kg} | 8\text{ kg} ; 7\text{ kg} | 7\text{ km} ; 7\text{ ft} | 7\text{ ft}^2
-\$7 | 7\text{ cents} ; 7\% | 0.07 ; 70 | 7000
-30^\circ | \frac{\pi}{6} ; \cos 1^\circ | \cos 1 ; n=8 | 9 ; n=8 | m=8 ; n=8=9 | 9 ; y=3x-1 | y=3x+1
-u+v=8 | 8
-t^2 | T^2 ; (t+1)^2 | t^2+1 ; u-v | v-u ; u^v | v^u ; \frac{3}{2t} | \frac32t ; t | \sqrt{t^2}
-\sin^2 t | 1+\cos^2 t
-(4,5) | (5,4) ; (4,5) | [4,5] ; (4,5] | [4,5) ; (4,5) | \{4,5\} ; (4,5) | 4,5 ; (4,5,6) | (4,5)
-(4,5 | (4,5)
-8,9 | 8 ; 8 | 8,9 ; 8,8,9 | 8,9 ; 8,9,10 | 8,9,11 ; \{8\} | \emptyset ; \emptyset | 0
-(1,7),(2,8) | (1,8),(2,7)
-\pm 6 | 6 ; 6 | \pm6 ; 3+\sqrt2 | 3\pm\sqrt2 ; 5-2i | 5+2i ; -\infty | \infty ; 234, 1 | 1,234
-1 2 | 12
-t<4 | t>4 ; t<4 | t\le4 ; t<4 | s<4 ; (1,4) | 1\le t<4 ; (0,1)\cup(1,4) | (0,4)
-(0,3)\cap(1,4) | (0,3)\cup(1,4)
-\begin{pmatrix}5\\6\end{pmatrix} | \begin{pmatrix}5&6\end{pmatrix}
-\begin{pmatrix}5\\6\end{pmatrix} | \begin{pmatrix}6\\5\end{pmatrix}
-\text{(D)} | \text{(E)} ; \text{week} | \text{month} ; \text{yes} | \text{no}
-\text{March 3} | \text{March 4} ; \text{at least }6 | 6
-7:45\text{ a.m.} | 7:45\text{ p.m.} ; 8:00 | 7:00 ; 5:3 | 3:5 ; 2201_3 | 2201_4 ; 2201_3 | 2200_3
-−8 | 8
-\frac{1}{0} | \infty ; \frac00 | 0 ; nan | 0 ; None | 0 ; True | 1 ; 0x7 | 0 ; 7 - | 7 ; 7 @ | 7
-2^3^2 | 512
-\sum_{k=1}^{3} k | 5 ; \int_0^1 x dx | 1
-\begin{cases} 1 \\ 2 \end{cases} | \begin{cases} 2 \\ 1 \end{cases}
-"""
-
-
-def pairs(text: str) -> list[list[str]]:
-    text = text.strip().replace(r"\u200b", "\u200b").replace("\n", " ; ")
-    return [pair.split(" | ") for pair in text.split(" ; ")]
-
-
-@pytest.mark.parametrize(("answer", "reference"), pairs(EQUAL))
-def test_equal(answer, reference):
-    assert equivalence.equal(answer, reference) and equivalence.equal(reference, answer)
-
-
-@pytest.mark.parametrize(("answer", "reference"), pairs(DIFFERENT))
-def test_different(answer, reference):
-    assert not equivalence.equal(answer, reference)
-
-
-def test_grade_boxed():
-    assert grade_boxed(r"so \boxed{\frac{1}{2}}", "0.5") == 1.0
-    assert grade_boxed(r"so \boxed{0.49}", "0.5") == 0.0
-    assert grade_boxed("so 0.5", "0.5") == 0.0
-    assert grade_boxed(r"\boxed{}", "") == grade_boxed(r"\boxed{1}", " ") == 0.0
-    long = r"\begin{pmatrix}" + r"12345 & 67890 \\ " * 200 + r"\end{pmatrix}"
-    assert grade_boxed(rf"\boxed{{{long}}}", long.replace(" ", "  ")) == 1.0
-    assert grade_boxed(rf"\boxed{{{long}}}", "12345") == 0.0
+    samples = [Sample([*ids, 1], [], True, False), Sample(ids, [], False, False)]
+    samples.append(Sample([1], [], True, False))
+    assert grade_all(tokenizer, samples, ["5", "5", "5"], "####") == [1.0, 0.0, 0.0]
 
 
 def test_grade_all_by_the_datasets_rule():
-    tokenizer = data.make_chain_tokenizer()
+    tokenizer = chain.make_tokenizer()
     ids = tokenizer("#### 5")["input_ids"]
-    assert grade_all(tokenizer, [ids], [True], ["5"], "####") == [1.0]
-    assert grade_all(tokenizer, [ids], [True], ["5"], "boxed") == [0.0]
-
-
-# ---- hostile answers -----------------------------------------------------------------------------
-
-HOSTILE = [
-    "__import__('os').system('touch GRADER_PWNED')",
-    "(lambda: open('GRADER_PWNED', 'w'))()",
-    "[].__class__.__base__.__subclasses__()",
-    "{0.__class__}",
-    "exit()",
-    "8^{8^{8^{8}}}",
-    "8**8**8**8",
-    "(8^{9000})^{1400}",
-    r"\exp(\exp(9^{900}))",
-    "((8^{999})^{999})^{999}",
-    "2^{2^{2^{2^{2^{x}}}}}",
-    "e^{e^{e^{e^{e^9}}}}",
-    "88888888!",
-    "8!!!!!!!!",
-    r"\binom{900000000}{450000000}",
-    r"\sum_{n=1}^{900000000} n^n",
-    "(x+y+z+w)^{99999}",
-    "(x+1)^{1400}-(1+x)^{1399}(x+1)+1",
-    "1e99999999",
-    "7\0",
-    "9" * 999,
-    "9" * 1_000_000,
-    "1" + "+1" * 490,
-    "-" * 900 + "1",
-    "(" * 450 + "1" + ")" * 450,
-    "{" * 450 + "1" + "}" * 450,
-    r"\frac{1}{1+" * 80 + "1" + "}" * 80,
-    r"\sqrt{" * 140 + "2" + "}" * 140,
-    r"\sin " * 199 + "x",
-    r"\pm 1" * 190,
-    ",".join(f"x^{{{n}}}+1" for n in range(99)),
-    "|" * 900 + "x",
-    '"' * 900,
-    " " * 900 + "x 1" + " " * 90 + "/",
-    "1." * 400,
-    "0." + "1" * 900 + r"\ldots",
-    r"\text{" * 150 + "a" + "}" * 150,
-    "\ufdfa" * 900,
-]
-
-
-def cpu_seconds_of_the_worker() -> float:
-    """Its own, which a busy machine does not change; 0 where it has not started."""
-    process = grading.worker.process
-    return sum(psutil.Process(process.pid).cpu_times()[:2]) if process else 0.0
-
-
-def test_hostile_answers_are_wrong_soon_and_small():
-    assert grade_boxed(r"\boxed{1/2}", "0.5") == 1  # its imports are no work
-    before = dict(grading.worker.failures)
-    for answer in HOSTILE:
-        for reference in ("3", r"\frac{1}{2}", "x", "(1,2)"):
-            spent = cpu_seconds_of_the_worker()
-            assert grade_boxed(rf"\boxed{{{answer}}}", reference) == 0.0, answer[:50]
-            assert cpu_seconds_of_the_worker() - spent < 10, answer[:50]
-    grade_boxed(r"\boxed{4/2}", "2")
-    with open(f"/proc/{grading.worker.process.pid}/status") as file:
-        peak = int(re.search(r"VmHWM:\s*(\d+) kB", file.read())[1])
-    limit, _ = resource.prlimit(grading.worker.process.pid, resource.RLIMIT_AS)
-    assert peak < 500_000 and limit <= 1 << 30
-    assert not os.path.exists("GRADER_PWNED") and not os.path.exists(f"{ROOT}/GRADER_PWNED")
-    assert grading.worker.failures == before  # bounds, not the limit of time
-
-
-def test_nothing_evaluates_text():
-    for name in ("answers", "equivalence", "grading"):
-        with open(f"{ROOT}/common/{name}.py") as file:
-            assert not re.search(r"\b(eval|exec|sympify|parse_expr|nsimplify|S)\(", file.read())
-
-
-def test_a_worker_that_dies_or_hangs_is_replaced_counted_and_said(monkeypatch, capfd):
-    worker = grading.Worker()
-    assert worker.equal("1/2", "0.5")
-    os.kill(worker.process.pid, signal.SIGKILL)
-    assert not worker.equal("1/2", "0.5")
-    assert worker.equal("1/2", "0.5")
-    monkeypatch.setattr(grading, "TIME_LIMIT", 0.5)
-    os.kill(worker.process.pid, signal.SIGSTOP)
-    assert not worker.equal("1/3", "0.5")
-    monkeypatch.undo()
-    assert worker.equal("1/2", "0.5")
-    assert worker.failures == {"timeout": 1, "crash": 1, "repeat": 0}
-    assert worker.take_failures() == 2 and worker.take_failures() == 0
-    warnings = capfd.readouterr().err
-    assert "warning: crash grading" in warnings and "warning: timeout grading '1/3'" in warnings
-    worker.stop()
-
-
-def test_a_failure_counts_as_often_as_it_makes_an_answer_wrong(monkeypatch):
-    """And is forgotten then: a machine that was busy for a moment decides nothing for good."""
-    monkeypatch.setattr(grading, "cache", {})
-    grading.worker.take_failures()
-    pairs = [(r"\boxed{1/2}", "0.5")] * 3
-    with monkeypatch.context() as patch:
-        assert grade_boxed(r"\boxed{1/4}", "0.25") == 1  # so there is a worker to be stopped
-        os.kill(grading.worker.process.pid, signal.SIGSTOP)
-        patch.setattr(grading, "TIME_LIMIT", 0.5)
-        assert [grade_boxed(*pair) for pair in pairs] == [0, 0, 0]
-    assert grading.worker.failures == {"timeout": 1, "crash": 0, "repeat": 2}
-    assert grading.worker.take_failures() == 3
-    assert [grade_boxed(*pair) for pair in pairs] == [1, 1, 1]
-    assert grading.worker.take_failures() == 0
-
-
-def test_the_worker_ends_with_its_parent():
-    code = "from common import grading; grading.worker.equal('1', '2'); import os, signal\n"
-    code += "print(grading.worker.process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    deadline = time.monotonic() + 600
-    while os.path.exists(f"/proc/{int(result.stdout)}") and time.monotonic() < deadline:
-        with open(f"/proc/{int(result.stdout)}/stat") as file:
-            if file.read().rpartition(")")[2].split()[0] == "Z":  # nobody reaps it in a container
-                return
-        time.sleep(0.1)
-    assert not os.path.exists(f"/proc/{int(result.stdout)}")
-
-
-def test_a_forked_process_asks_its_own_worker():
-    assert grading.worker.equal("1/2", "0.5")
-    child = os.fork()
-    if child == 0:
-        right = grading.worker.process is None and grading.worker.equal("1/4", "0.25")
-        grading.worker.stop()
-        os._exit(0 if right else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert grading.worker.equal("1/8", "0.125")
+    samples = [Sample(ids, [], True, False)]
+    assert grade_all(tokenizer, samples, ["5"], "####") == [1.0]
+    assert grade_all(tokenizer, samples, ["5"], "boxed") == [0.0]
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -437,43 +128,15 @@ def test_cases_also_in_threads():
     def graded(i: int) -> bool:
         return bool(rules[i](responses[i], answers[i]))
 
-    grading.cache.clear()
-    before = dict(grading.worker.failures)
+    mathequal.worker.cache.clear()
+    before = dict(mathequal.worker.failures)
     verdicts = list(map(graded, range(len(cases))))
     expected = [case["expected"] for case in cases]
     agreed = sum(v == e for v, e in zip(verdicts, expected, strict=True))
     assert len(cases) > 200 and agreed >= 0.99 * len(cases)
     assert not any(v and not e for v, e in zip(verdicts, expected, strict=True))
-    assert grading.worker.failures == before
+    assert mathequal.worker.failures == before
     assert not os.path.exists("GRADER_PWNED")
-    grading.cache.clear()
+    mathequal.worker.cache.clear()
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(graded, range(len(cases)))) == verdicts
-
-
-@pytest.mark.skipif(not os.path.exists(MATH), reason="no MATH data beside the clone")
-def test_math_solutions_against_their_own_answer_and_others():
-    solutions = []
-    for name in ("train", "test"):
-        with open(f"{MATH}/{name}.jsonl", encoding="utf-8") as file:
-            solutions += [json.loads(line)["solution"] for line in file]
-    answers = [extract_boxed(solution) for solution in solutions]
-    usable = [i for i, answer in enumerate(answers) if answer]
-    assert len(solutions) - len(usable) == 2  # empty boxes
-    assert all(grade_boxed(solutions[i], answers[i]) == 1.0 for i in usable)
-    assert all(equivalence.same(v, v) for a in set(answers) - {None} if (v := read(a)))
-    others = [(answers[i], answers[j]) for i, j in pairwise(usable)]
-    equal = {pair for pair in others if equivalence.equal(*pair)}
-    assert all(bare(a) == bare(b) for a, b in equal), [p for p in equal if bare(p[0]) != bare(p[1])]
-
-
-def read(answer: str):
-    return equivalence.read(equivalence.clean(answer), True)
-
-
-def bare(answer: str) -> str:
-    """The digits of an answer without what may be left out: units, labels, spellings."""
-    answer = re.sub(
-        r"\\(text|mbox)\{[^{}]*\}|^\w ?=|_\d|\^\{?\\circ\}?|\\[dt]?frac|\\.", "", answer
-    )
-    return re.sub(r"[\s{}$%]", "", answer)

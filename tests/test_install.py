@@ -1,4 +1,4 @@
-"""install.py on machines that will not do. (The installation itself: test_soak.py.)"""
+"""install/install.py on machines that will not do. (The installation itself: test_soak.py.)"""
 
 import subprocess
 import sys
@@ -18,12 +18,19 @@ from tests.conftest import ROOT
             "vLLM has packages for Linux on x86_64 and aarch64",
         ),
         ("platform.libc_ver", "lambda: ('glibc', '2.27')", "vLLM needs glibc 2.28 or newer"),
-        ("shutil.which", "lambda name: None", "no C++ compiler"),
         ("shutil.disk_usage", "lambda path: type('usage', (), {'free': 2**30})", "1.0 GiB free in"),
     ],
 )
 def test_machines_that_will_not_do(name, value, message):
-    code = f"import sys, platform, shutil, install; {name} = {value}; install.main()"
+    code = "import sys, platform, shutil; from install import install\n"
+    code += f"{name} = {value}; install.main()"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1 and result.stderr.startswith("install: " + message)
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_gpu_needs_a_compiler():
+    code = "import shutil; from install import install; shutil.which = lambda name: None\n"
+    code += "install.check_machine(has_gpu=False); install.check_machine(has_gpu=True)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stderr.startswith("install: no C compiler: Triton builds")

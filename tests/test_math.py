@@ -15,18 +15,28 @@ import ppo
 import restem
 import rloo
 import vineppo
-from common import run
+from common import batches, engines, ranks, run, sampling
 from tests.conftest import call
 
 # ---- advantages ----------------------------------------------------------------------------------
+
+
+def ragged(values, step_index, mask) -> tuple[list[list[float]], list[list[int]]]:
+    """(step values, step ends) of padded values and of the step of each token."""
+    step_ends = []
+    for of_row, length in zip(step_index.tolist(), mask.sum(dim=1).int().tolist(), strict=True):
+        changes = [t for t in range(1, length) if of_row[t] != of_row[t - 1]]
+        step_ends.append([*changes, length])
+    rows = zip(values.tolist(), step_ends, strict=True)
+    return [of_row[: len(ends)] for of_row, ends in rows], step_ends
 
 
 def test_step_advantages_by_hand():
     """Steps of 2, 1 and 2 tokens valued .5, .75, .25 and reward 1; one step valued .5, reward 0."""
     advantages = vineppo.compute_advantages(
         rewards=torch.tensor([1.0, 0.0]),
-        step_values=torch.tensor([[0.5, 0.75, 0.25], [0.5, 0.0, 0.0]]),
-        step_index=torch.tensor([[0, 0, 1, 2, 2], [0, 0, 0, 0, 0]]),
+        step_values=[[0.5, 0.75, 0.25], [0.5]],
+        step_ends=[[2, 3, 5], [3]],
         response_mask=torch.tensor([[1.0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
     )
     expected = [[0.25, 0.25, -0.5, 0.75, 0.75], [-0.5, -0.5, -0.5, 0, 0]]
@@ -51,7 +61,7 @@ def random_steps(seed: int, batch: int = 6, tokens: int = 12):
 def test_step_advantages_telescope(seed):
     """Summed over the steps of a response they are R - V(s_0), whatever the values between."""
     rewards, values, step_index, mask, starts = random_steps(seed)
-    advantages = vineppo.compute_advantages(rewards, values, step_index, mask)
+    advantages = vineppo.compute_advantages(rewards, *ragged(values, step_index, mask), mask)
     first_tokens = starts.float()
     first_tokens[:, 0] = 1
     torch.testing.assert_close((advantages * first_tokens).sum(dim=1), rewards - values[:, 0])
@@ -65,7 +75,7 @@ def test_one_step_vineppo_is_rloo():
     others = torch.stack([torch.cat([rewards[:i], rewards[i + 1 :]]) for i in range(8)])
     zeros, mask = torch.zeros(8, 3, dtype=torch.long), torch.ones(8, 3)
     values = others.mean(dim=1, keepdim=True)
-    advantages = vineppo.compute_advantages(rewards, values, zeros, mask)
+    advantages = vineppo.compute_advantages(rewards, *ragged(values, zeros, mask), mask)
     torch.testing.assert_close(advantages[:, 0], 8 / 7 * (rewards - rewards.mean()))
     assert advantages[0, 0].item() == pytest.approx(5 / 7)
     assert advantages[3, 0].item() == pytest.approx(-3 / 7)
@@ -243,7 +253,7 @@ def test_activations_computed_again_give_the_same_gradient():
         return gradients, kept
 
     gradients, all_kept = measure()
-    run.checkpoint_activations(model)
+    engines.checkpoint_activations(model)
     again, kept = measure()
     assert kept < all_kept / 4
     for one, other in zip(gradients, again, strict=True):
@@ -257,7 +267,7 @@ def test_lent_weights_are_copies_and_the_host_s_come_back(model, monkeypatch):
     expected = model(ids).logits
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", lambda self, device: self.clone())
-        lent = run.lend(model, torch.device("cpu"))
+        lent = engines.lend(model, torch.device("cpu"))
         lent.__enter__()
     assert all(tensor.data_ptr() != before[name][0] for name, tensor in tensors.items())
     assert torch.equal(model(ids).logits, expected)
@@ -274,42 +284,98 @@ def test_weight_distance_in_chunks(model, monkeypatch):
     other = type(model)(model.config)
     flat, flat_other = (torch.nn.utils.parameters_to_vector(m.parameters()) for m in (model, other))
     expected = ((flat - flat_other).norm() / flat_other.norm()).item()
-    for chunk in (run.CHUNK, 77):
-        monkeypatch.setattr(run, "CHUNK", chunk)
-        assert run.weight_distance(model, other) == pytest.approx(expected, rel=1e-5)
+    for chunk in (engines.CHUNK, 77):
+        monkeypatch.setattr(engines, "CHUNK", chunk)
+        assert engines.weight_distance(model, other) == pytest.approx(expected, rel=1e-5)
 
 
 # ---- batches -------------------------------------------------------------------------------------
 
 
 def test_draw_has_no_repeats_inside_an_epoch_and_needs_no_skipping():
-    whole = run.draw(10, 0, 25, 1)
+    whole = ranks.draw(10, 0, 25, 1)
     assert sorted(whole[:10]) == sorted(whole[10:20]) == list(range(10))
     assert whole[:10] != whole[10:20]
-    assert [*run.draw(10, 0, 7, 1), *run.draw(10, 7, 8, 1), *run.draw(10, 15, 10, 1)] == whole
-    assert run.draw(10, 0, 25, 2) != whole
+    assert [*ranks.draw(10, 0, 7, 1), *ranks.draw(10, 7, 8, 1), *ranks.draw(10, 15, 10, 1)] == whole
+    assert ranks.draw(10, 0, 25, 2) != whole
 
 
 def test_an_epoch_is_shuffled_once(monkeypatch):
     shuffle, calls = random.Random.shuffle, []
     monkeypatch.setattr(random.Random, "shuffle", lambda *a: (calls.append(1), shuffle(*a))[1])
     for minibatch in range(30):
-        assert len(run.draw(100, minibatch * 10, 10, "a seed of this test")) == 10
+        assert len(ranks.draw(100, minibatch * 10, 10, "a seed of this test")) == 10
     assert len(calls) == 3
 
 
 def test_micro_batches_hold_every_row_once_within_the_budget():
     lengths = [5, 90, 17, 33, 64, 5, 41, 200]
-    batches = run.make_micro_batches(range(8), lengths, 100)
-    assert sorted(row for rows in batches for row in rows) == list(range(8))
-    for rows in batches:
+    by_length = sorted(range(8), key=lengths.__getitem__)
+    cuts = batches.cut(by_length, lengths, 100)
+    assert [row for rows in cuts for row in rows] == by_length
+    for rows in cuts:
         assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= 100
-    assert batches[-1] == [7]  # longer than the budget: alone
+    assert cuts[-1] == [7]  # longer than the budget: alone
+
+
+@pytest.fixture
+def batch():
+    """Prompts of 2, 1 and 3 tokens, responses of 1, 4 and 2; six tokens fit a pass."""
+    ranks.set_up()
+    prompts, responses = [[1, 2], [3], [4, 5, 6]], [[7], [8, 9, 10, 11], [12, 13]]
+    return batches.Batch(prompts, responses, 6, torch.device("cpu"))
+
+
+def test_a_batch_by_hand(batch):
+    assert batch.input_ids.tolist() == [[1, 2, 7, 0, 0], [3, 8, 9, 10, 11], [4, 5, 6, 12, 13]]
+    assert batch.prompt_lens.tolist() == [2, 1, 3] and batch.response_lens == [1, 4, 2]
+    assert batch.response_mask.tolist() == [[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch.passes([2, 0]) == [([0], 1.0), ([2], 1.0)]
+    more = torch.arange(12).view(3, 4)
+    ids, lens, mask, taken = batch.take([0], more)
+    assert ids.tolist() == [[1, 2, 7]] and lens.tolist() == [2]
+    assert mask.tolist() == [[1, 0, 0, 0]] and taken.tolist() == [[0, 1, 2, 3]]
+    mapped = batch.map(lambda ids, lens, mask: mask * lens[:, None])
+    assert mapped.tolist() == [[2, 0, 0, 0], [1, 1, 1, 1], [3, 3, 0, 0]]
+    assert batch.count_padding() == 0
+    batch.max_tokens = 15  # all in one pass, padded to five tokens
+    assert batch.passes([2, 0, 1]) == [([0, 2, 1], 1.0)] and batch.count_padding() == 2
+
+
+def test_minibatches_hold_every_row_once_in_an_order_of_the_seed():
+    made = ranks.minibatches(12, 4, "a seed", 0)
+    assert sorted(row for rows in made for row in rows) == list(range(12))
+    assert [len(rows) for rows in made] == [4, 4, 4] and made == ranks.minibatches(
+        12, 4, "a seed", 0
+    )
+    assert made != ranks.minibatches(12, 4, "a seed", 1)
+
+
+@pytest.mark.parametrize("number", [1, 1023, 1024, 1025, 2500])
+def test_scores_in_chunks_are_those_of_log_softmax(number):
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(8, 20), torch.randn(number, 8, requires_grad=True)
+    tokens = torch.randint(0, 20, (number,))
+    scores = engines.score(head, hidden, tokens, 0.7)
+    expected = torch.log_softmax(head(hidden) / 0.7, dim=-1)[torch.arange(number), tokens]
+    torch.testing.assert_close(scores, expected)
+    found, wanted = (torch.autograd.grad(x.sum(), hidden)[0] for x in (scores, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_the_gap_by_hand():
+    """Differences of 0.5 and 0.25 over three tokens; what is padding does not count."""
+    samples = [sampling.Sample([1, 2], [-1.0, -2.0], True, False)]
+    samples.append(sampling.Sample([1], [-3.0], True, False))
+    logprobs = torch.tensor([[-1.5, -2.0], [-2.75, 9.0]])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    assert sampling.measure_gap(samples, logprobs, mask) == pytest.approx(0.25)
+    assert sampling.measure_gap(samples, torch.tensor([[-1.0, -2], [-3, 0]]), mask) == 0
 
 
 def test_seeds_of_purposes_and_ranks_differ():
     seeds = {
-        run.seed_of(seed, iteration, purpose, rank)
+        ranks.seed_of(seed, iteration, purpose, rank)
         for seed in (1, 2)
         for iteration in range(10)
         for purpose in ("sample", "rollouts")
@@ -379,7 +445,7 @@ def test_rloo_is_one_step_vineppo():
     mask = torch.ones(8, 3)
     others = (rewards.sum() - rewards)[:, None] / 7
     steps = torch.zeros(8, 3, dtype=torch.long)
-    expected = vineppo.compute_advantages(rewards, others, steps, mask)
+    expected = vineppo.compute_advantages(rewards, *ragged(others, steps, mask), mask)
     assert torch.equal(rloo.compute_advantages(rewards, 8, mask), expected)
 
 
@@ -393,7 +459,7 @@ def test_family_in_one_line(seed):
     steps = torch.zeros(32, 1, dtype=torch.long)
     leave_one_out = rloo.compute_advantages(rewards, 8, mask)
     torch.testing.assert_close(
-        leave_one_out, vineppo.compute_advantages(rewards, others, steps, mask)
+        leave_one_out, vineppo.compute_advantages(rewards, *ragged(others, steps, mask), mask)
     )
     spread = groups.std(dim=1, correction=0, keepdim=True).expand_as(groups).reshape(-1, 1)
     expected = leave_one_out * 7 / 8 / spread
@@ -578,7 +644,7 @@ def test_batches_of_equal_rewards_give_zero_and_no_nan(reward):
     rewards, mask = torch.full((4,), reward), torch.tensor([[1.0, 1], [1, 0], [1, 1], [1, 0]])
     steps, values = torch.zeros(4, 2, dtype=torch.long), torch.full((4, 1), reward)
     for advantages in (
-        vineppo.compute_advantages(rewards, values, steps, mask),
+        vineppo.compute_advantages(rewards, *ragged(values, steps, mask), mask),
         grpo.compute_advantages(rewards, 2, mask),
         rloo.compute_advantages(rewards, 2, mask),
     ):
@@ -593,12 +659,10 @@ def test_a_single_response_of_a_single_token():
     mask = torch.ones(1, 1)
     one = ppo.compute_advantages(torch.tensor([1.0]), torch.tensor([[0.25]]), mask, 0.9, 0.95)
     assert one.tolist() == [[0.75]] and ppo.whiten(one, mask).tolist() == [[0.0]]
-    steps = torch.zeros(1, 1, dtype=torch.long)
-    assert vineppo.compute_advantages(
-        torch.tensor([0.0]), torch.tensor([[0.25]]), steps, mask
-    ).tolist() == [[-0.25]]
+    assert vineppo.compute_advantages(torch.tensor([0.0]), [[0.25]], [[1]], mask).item() == -0.25
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_vocabulary_times_length():
     few, many, at_once = map(int, call("-m", "tests.head_memory").stdout.split())
     logits = 20_000 * 1_024 * 4 // 1_000_000  # MB of those of 1,024 tokens, in float32

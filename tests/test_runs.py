@@ -7,16 +7,14 @@ import json
 import math
 import os
 import resource
-import shutil
 import signal
-import subprocess
-import time
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
-from common import RunError, UsageError, data, run
+from common import RunError, UsageError, engines, flags, ranks, run
+from common.checkpoints import Checkpoints
+from tasks import chain
 from tests.conftest import (
     SMALL,
     call,
@@ -72,16 +70,16 @@ def test_a_run_leaves_what_it_should(finished, sft_model):
 )
 def test_the_best_checkpoint_stays(metrics, best, tmp_path):
     logger = run.Run.__new__(run.Run)
-    logger.folder, logger.args = str(tmp_path), argparse.Namespace(keep_checkpoints=1)
+    logger.folder, checkpoints = str(tmp_path), Checkpoints(str(tmp_path), {}, keep=1)
     lines = [{"iteration": i + 1} for i in range(8)]
     for line, more in zip(lines[1::2], metrics, strict=True):
         line |= more
         (tmp_path / f"checkpoints/iteration_{line['iteration']:06d}/hf").mkdir(parents=True)
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-        logger.tidy_up()
-    assert logger.checkpoints() == sorted({best, 8})
+        checkpoints.tidy_up(logger.read_scores())
+    assert checkpoints.iterations() == sorted({best, 8})
     for name, iteration in (("hf", 8), ("best", best)):
-        assert os.path.realpath(tmp_path / name) == f"{logger.path(iteration)}/hf"
+        assert os.path.realpath(tmp_path / name) == f"{checkpoints.path(iteration)}/hf"
 
 
 def test_episodes_are_readable_and_their_credit_adds_up(finished):
@@ -99,7 +97,6 @@ def test_terminated_then_killed_then_damaged_it_resumes_bit_for_bit(finished, sf
     """SIGTERM in the first iteration, kill -9 in the third, whose checkpoint is then cut off."""
     whole, folder = finished[0], tmp_path / "run"
     arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
-    arguments += ["--grace-seconds", "600"]
     status, output = end_at("SIGTERM grade 1", arguments)
     assert status == 143 and "SIGTERM: checkpoint 1 is written; --resume auto goes" in output
     assert os.listdir(folder / "checkpoints") == ["iteration_000001"]
@@ -117,35 +114,7 @@ def test_terminated_then_killed_then_damaged_it_resumes_bit_for_bit(finished, sf
     check_same_run(folder, whole)
 
 
-def test_a_sigterm_without_time_of_grace_ends_at_once(finished, sft_model, tmp_path):
-    """Two ranks; what torchrun leaves behind is nothing."""
-    folder = tmp_path / "run"
-    arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
-    arguments += ["--grace-seconds", "0", "--num-iterations", "1000", "--save-every", "1"]
-    status, output = terminate(arguments, folder / "checkpoints/iteration_000001", ranks=2)
-    assert status != 0 and "--grace-seconds 0, it ends at checkpoint " in output
-    logger = open_run(folder, json.loads((folder / "args.json").read_text()))
-    assert logger.find_whole() >= 1
-    assert str(folder) not in subprocess.check_output(["ps", "-eo", "args"], text=True)
-
-
 HANG = 900  # seconds: no test waits that long for what works, however busy the machine is
-
-
-def wait_for(path, process) -> None:
-    deadline = time.time() + HANG
-    while not os.path.exists(path) or os.path.getsize(path) == 0:
-        assert process.poll() is None and time.time() < deadline, process.communicate()[0][-3000:]
-        time.sleep(0.02)
-
-
-def terminate(arguments, path, ranks) -> tuple[int, str]:
-    """SIGTERM as soon as `path` is there; the exit status and the output."""
-    process = start_run(arguments, ranks)
-    wait_for(path, process)
-    process.terminate()
-    output, _ = process.communicate(timeout=HANG)
-    return process.returncode, output
 
 
 def end_at(moment: str, arguments, ranks: int = 1) -> tuple[int, str]:
@@ -161,31 +130,18 @@ def check_same_run(folder, whole) -> None:
     assert differences(folder, whole) == []
 
 
-def open_run(folder, settings) -> run.Run:
-    """A Run without engines, in this process, for its folder's checkpoints."""
-    run.set_up_processes()
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo")
-    logger = run.Run.__new__(run.Run)
-    logger.folder, logger.settings, logger.is_main = str(folder), settings, True
-    return logger
-
-
 @pytest.fixture
 def checkpoints(tmp_path):
     """Three small ones, written as the scripts write theirs."""
+    ranks.set_up()
     settings = {"seed": 1, "script": "vineppo", "world_size": 1}
-    logger = open_run(tmp_path, settings)
-    logger.args, logger.stopping = argparse.Namespace(keep_checkpoints=9), False
-    logger.phase = lambda name: None
+    made = Checkpoints(str(tmp_path), settings, keep=9)
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "metrics.jsonl").touch()
-
-    tokenizer = data.make_chain_tokenizer()
-    model = LlamaForCausalLM(data.make_chain_model_config(tokenizer))
+    tokenizer = chain.make_tokenizer()
+    model = chain.make_model(tokenizer, seed=1)
     for iteration in (2, 4, 6):
-        logger.save(iteration, {"policy": Engine(1_000)}, model, tokenizer)
-    return logger
+        made.save(iteration, {"policy": Engine(1_000)}, model, tokenizer)
+    return made
 
 
 class Engine:
@@ -212,12 +168,21 @@ def damage_bit(path):
         file.write(bytes([byte[0] ^ 1]))
 
 
-def change_seed(path):
+def replace_in(path, old, new):
     with open(path) as file:
         text = file.read()
-    assert '"seed\\": 1' in text
+    assert text.count(old) == 1
     with open(path, "w") as file:
-        file.write(text.replace('"seed\\": 1', '"seed\\": 3'))
+        file.write(text.replace(old, new))
+
+
+def cut_manifest(path):
+    """Whole JSON, of some of the files."""
+    with open(f"{path}/manifest.json") as file:
+        manifest = json.load(file)
+    del manifest["policy/states.pt"]
+    with open(f"{path}/manifest.json", "w") as file:
+        json.dump(manifest, file)
 
 
 @pytest.mark.parametrize(
@@ -228,17 +193,19 @@ def change_seed(path):
         (lambda path: os.remove(f"{path}/hf/config.json"), "hf/config.json"),
         (lambda path: os.remove(f"{path}/manifest.json"), "manifest.json"),
         (lambda path: open(f"{path}/manifest.json", "w").close(), "manifest.json"),
-        (lambda path: change_seed(f"{path}/manifest.json"), "manifest.json"),
         (
-            lambda path: shutil.copy(f"{path}/hf/config.json", f"{path}/manifest.json"),
-            "manifest.json",
+            lambda path: replace_in(f"{path}/settings.json", '"seed": 1', '"seed": 3'),
+            "settings.json",
         ),
+        (cut_manifest, "policy/states.pt"),
+        (lambda path: os.remove(f"{path}/settings.json"), "settings.json"),
+        (lambda path: open(f"{path}/hf/more", "w").close(), "hf/more"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_by(checkpoints, damage, name, capsys):
     assert checkpoints.find_whole() == 6
     damage(checkpoints.path(6))
-    assert checkpoints.find_whole() == 4 and checkpoints.checkpoints() == [2, 4]
+    assert checkpoints.find_whole() == 4 and checkpoints.iterations() == [2, 4]
     assert f"WARNING: checkpoint 6 is damaged ({name}): passed by" in capsys.readouterr().out
     for iteration in (2, 4):
         damage(checkpoints.path(iteration))
@@ -260,21 +227,21 @@ def test_another_runs_checkpoint_is_refused(checkpoints, setting):
 @pytest.mark.parametrize("size", [0, 1_000_000])
 def test_a_full_disk_keeps_the_last_checkpoint(checkpoints, tmp_path, size):
     """No file may grow beyond 100 kB: the kernel's own error, in torch.save or in safetensors."""
-    tokenizer = data.make_chain_tokenizer()
-    model = LlamaForCausalLM(data.make_chain_model_config(tokenizer))
-    engines = {"policy": Engine(size)}
+    tokenizer = chain.make_tokenizer()
+    model = chain.make_model(tokenizer, seed=1)
+    trained = {"policy": Engine(size)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(
             RunError, match=r"checkpoint 8 could not be written .*point 6 is intact"
         ):
-            checkpoints.save(8, engines, model, tokenizer)
+            checkpoints.save(8, trained, model, tokenizer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoints.find_whole() == 6
     assert sorted(os.listdir(tmp_path / "checkpoints"))[-1] == "iteration_000006"
-    checkpoints.save(8, engines, model, tokenizer)
+    checkpoints.save(8, trained, model, tokenizer)
     assert checkpoints.find_whole() == 8
 
 
@@ -286,9 +253,9 @@ def test_resume_with_other_settings_names_them(finished, sft_model):
 
 
 def test_what_may_change_on_a_resume_changes_no_result():
-    free = {"resume", "output_dir", "track", "save_every", "keep_checkpoints", "on_nan"}
-    free |= {"gpu_memory_utilization", "micro_batch_tokens", "grace_seconds"}
-    assert {*run.FREE_SETTINGS} == free | {"gradient_checkpointing"}
+    free = {"resume", "output_dir", "track", "save_every", "keep_checkpoints"}
+    free |= {"gpu_memory_utilization", "micro_batch_tokens", "gradient_checkpointing"}
+    assert {*flags.FREE} == free
 
 
 def test_two_ranks_with_nine_rollouts_draw_the_same_prompts(finished, sft_model, tmp_path):
@@ -348,22 +315,6 @@ def test_the_baselines_run(script, ranks, sft_model, tmp_path):
     assert os.path.exists(folder / "hf/model.safetensors")
 
 
-def test_restem_with_nothing_right_stays_at_the_sft_checkpoint(sft_model, tmp_path):
-    folder = tmp_path / "run"
-    options = ["--model", sft_model, "--output-dir", str(folder), "--eval-problems", "10"]
-    options += ["--num-iterations", "1", "--num-prompts", "2", "--group-size", "2"]
-    call("restem.py", *options, "--max-response-len", "10")  # nobody comes to an end
-    (line,) = read_jsonl(folder / "metrics.jsonl")
-    assert line["walk/kept"] == line["walk/updates"] == line["policy/weight_distance"] == 0
-
-
-def test_dpo_without_a_pair_says_so(sft_model, tmp_path):
-    options = ["--model", sft_model, "--output-dir", str(tmp_path / "run"), "--num-prompts", "2"]
-    result = call("dpo_pos.py", *options, "--max-response-len", "10", fails=True)
-    assert "error: no prompt of 2 has right and wrong responses: nothing" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 BASELINES = {  # two iterations; some gradient steps
     "restem.py": ["--num-prompts", "8", "--group-size", "16", "--num-iterations", "2"],
     "dpo_pos.py": ["--num-prompts", "4", "--group-size", "16", "--update-epochs", "1"],
@@ -382,7 +333,7 @@ def test_evaluate_gives_an_interval_on_any_number_of_ranks(finished, tmp_path):
     assert saved["pass@1"] == pytest.approx(sum(saved["scores"]) / 31)
     assert saved["interval"][0] <= saved["pass@1"] <= saved["interval"][1]
     assert f"pass@1 (test, 31 problems, 4 rounds): {saved['pass@1']:.3f}" in result.stdout
-    assert "(0 problems dropped for their prompt's length, 0 answers counted as" in result.stdout
+    assert "(0 answers counted as wrong because grading failed)" in result.stdout
 
 
 # ---- the same recorded episodes, cut and dealt out in several ways -------------------------------
@@ -404,10 +355,8 @@ def replayed(recorded):
 def check_same(one, other, script):
     steps, whole = torch.load(one / script), torch.load(other / script)
     assert len(steps) == len(whole) > 2
-    for number, (ours, theirs) in enumerate(zip(steps, whole, strict=True)):
-        # float noise, which Adam's division makes larger from step to step; the first steps are one
-        # for the policy and one for PPO's critic
-        tolerance = 1e-5 if number < (2 if script == "ppo" else 1) else 1e-3
+    for ours, theirs in zip(steps, whole, strict=True):  # each from the same weights
+        tolerance = 2e-5
         assert ours["norm"] == pytest.approx(theirs["norm"], rel=tolerance) and ours["norm"] > 0
         for weight, gradient in ours["grads"].items():  # ZeRO 2 keeps them elsewhere
             difference = (gradient - theirs["grads"][weight]).norm()
@@ -457,7 +406,7 @@ def test_recorded_episodes_are_ragged_and_some_are_cut(recorded):
 
 @pytest.fixture(scope="module")
 def faults(recorded):
-    """{(script, what breaks, --on-nan): what the run did}."""
+    """{(script, what breaks): what the run did}."""
     folder, arguments = recorded
     lines = call("-m", "tests.faults", *arguments).stdout.splitlines()
     found = [json.loads(line) for line in lines if line.startswith('{"case"')]
@@ -467,62 +416,46 @@ def faults(recorded):
 @pytest.mark.parametrize("script", ["vineppo", "ppo", "grpo", "rloo"])
 def test_an_exploded_minibatch_is_skipped_and_counted(recorded, faults, script):
     """The second minibatch's ratio is made to look like an explosion: five steps, not six."""
-    found = faults[1][script, "ratio", "stop"]
+    found = faults[1][script, "ratio"]
     whole = [step["norm"] for step in torch.load(recorded[0] / f"recorded/{script}")]
     assert found["error"] == "" and found["metrics"][0]["policy/skipped"] == pytest.approx(1 / 6)
     critics = 6 if script == "ppo" else 0  # each of its steps is made
     assert len(found["norms"]) == 5 + critics
     assert found["norms"][0] == whole[0] != found["norms"][1]
+    assert math.isfinite(found["metrics"][0]["policy/grad_norm"])  # of the steps that were made
 
 
 @pytest.mark.parametrize(
     ("script", "fault", "iteration", "number"),
     [
         ("vineppo", "loss", 1, "loss/policy is "),
-        ("vineppo", "gradient", 1, "policy/grad_norm is nan; "),
-        ("vineppo", "logprob", 1, "policy/old_logprob is -inf; "),
-        ("ppo", "gradient", 1, "policy/grad_norm is nan; "),
-        ("grpo", "gradient", 1, "policy/grad_norm is nan; "),
-        ("rloo", "gradient", 1, "policy/grad_norm is nan; "),
-        ("ppo", "critic", 1, "value/grad_norm is nan; "),
-        ("restem", "gradient", 1, "policy/grad_norm is nan; "),
-        ("dpo_pos", "gradient", 2, "policy/grad_norm is nan; "),
-        ("sft", "gradient", 2, "policy/grad_norm is nan; "),
+        ("vineppo", "gradient", 1, "policy/grad_norm is nan"),
+        ("vineppo", "logprob", 1, "old_logprobs is not finite"),
+        ("vineppo", "reference", 1, "ref_logprobs is not finite"),
+        ("ppo", "gradient", 1, "policy/grad_norm is nan"),
+        ("grpo", "gradient", 1, "policy/grad_norm is nan"),
+        ("rloo", "gradient", 1, "policy/grad_norm is nan"),
+        ("ppo", "critic", 1, "value/grad_norm is nan"),
+        ("restem", "gradient", 1, "policy/grad_norm is nan"),
+        ("dpo_pos", "gradient", 2, "policy/grad_norm is nan"),
+        ("sft", "gradient", 2, "policy/grad_norm is nan"),
+        ("restem", "loss", 1, "loss/sft is "),
+        ("dpo_pos", "loss", 2, "loss/dpo is "),
+        ("sft", "loss", 2, "loss/sft is "),
     ],
 )
 def test_broken_numbers_stop_the_run(faults, script, fault, iteration, number):
     folder, outcomes = faults
-    found = outcomes[script, fault, "stop"]
+    found = outcomes[script, fault]
     assert f"iteration {iteration}: " in found["error"] and number in found["error"]
     (name,) = found["dumped"]
-    dumped = torch.load(folder / f"{script}-{fault}-stop" / name)
-    assert name in found["error"] and len(dumped["problems" if script == "sft" else "mask"]) > 1
+    dumped = torch.load(folder / f"{script}-{fault}" / name)
+    assert name in found["error"] and len(dumped["input_ids"]) > 1
     assert len(found["metrics"]) == iteration - 1
 
 
-SKIPPED = [("vineppo", fault) for fault in ("gradient", "loss", "logprob", "reference")]
-SKIPPED += [("ppo", "gradient")]
-SKIPPED += [
-    (script, fault) for script in ("restem", "dpo_pos", "sft") for fault in ("gradient", "loss")
-]
-
-
-@pytest.mark.parametrize(("script", "fault"), SKIPPED)
-def test_broken_numbers_can_be_skipped_and_counted(faults, script, fault):
-    found = faults[1][script, fault, "skip"]
-    good = [norm for norm in found["norms"] if math.isfinite(norm)]
-    assert found["error"] == "" and len(good) > 1
-    skipped = [line.get("policy/skipped", 0) for line in found["metrics"]]
-    assert sum(skipped) > 0 and all(math.isfinite(x) for m in found["metrics"] for x in m.values())
-    if script == "vineppo":  # one minibatch of six; the row of a log-prob is in one of each epoch
-        assert skipped == pytest.approx([1 / 6 if fault in ("gradient", "loss") else 1 / 3])
-        (line,) = found["metrics"]
-        assert ("policy/old_logprob" in line) == (fault != "logprob")
-        assert ("policy/ref_logprob" in line) == (fault != "reference")
-
-
 def test_a_stale_engine_trains_no_model(faults):
-    found = faults[1]["vineppo", "stale", "stop"]
+    found = faults[1]["vineppo", "stale"]
     assert "policy/sampler_gap is 0.01, above 0.0001: vLLM has other weights" in found["error"]
     assert found["norms"] == []
 
@@ -532,35 +465,63 @@ def test_a_stale_engine_trains_no_model(faults):
     [("vineppo", "stale at length"), ("vineppo", "stale before it"), ("restem", "stale at length")],
 )
 def test_an_engine_that_errs_on_some_lengths_trains_no_model(faults, script, fault):
-    found = faults[1][script, fault, "stop"]
+    found = faults[1][script, fault]
     assert "above 0.0001: vLLM has other weights" in found["error"] and found["norms"] == []
 
 
-def tiny_engine(zero_stage: int, dtype: str):
-    run.set_up_processes()
+def test_restem_with_nothing_right_stays_at_the_sft_checkpoint(faults):
+    found = faults[1]["restem", "nothing right"]
+    (line,) = found["metrics"]
+    assert line["walk/kept"] == line["walk/updates"] == line["policy/weight_distance"] == 0
+    assert found["error"] == "" and found["norms"] == []
+
+
+def test_dpo_without_a_pair_says_so(faults):
+    found = faults[1]["dpo_pos", "nothing right"]
+    assert found["error"].startswith("no prompt of 5 has right and wrong responses: nothing")
+
+
+def test_a_check_leaves_its_callers_numbers_as_they_are(tmp_path):
+    logger = run.Run.__new__(run.Run)
+    logger.args, logger.folder = argparse.Namespace(dtype="float32"), str(tmp_path)
+    logger.iteration, logger.is_main = 3, True
+    metrics, values = {"a": 1.0, "b": math.nan}, torch.tensor([1.0, math.inf])
+    with pytest.raises(RunError, match=r"iteration 3: b is nan, values is not finite; the batch"):
+        logger.check(metrics, values=values)
+    assert list(metrics) == ["a", "b"] and values.tolist() == [1.0, math.inf]
+    assert torch.load(tmp_path / "stopped_000003.pt")["values"].tolist() == [1.0, math.inf]
+
+
+def partition_all(monkeypatch):
+    """ZeRO 3 spreads small weights over the ranks too."""
+    ranks.set_up()
     import deepspeed
 
-    deepspeed.init_distributed(dist_backend="gloo")
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(data.make_chain_model_config(data.make_chain_tokenizer()))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": zero_stage, "stage3_param_persistence_threshold": 0},
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-    }
-    parameters = model.parameters()
-    return deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
+    initialize = deepspeed.initialize
+
+    def initialize_with(config, **options):
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return initialize(config=config, **options)
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize_with)
+
+
+def tiny_engine(zero_stage: int, dtype: str):
+    args = argparse.Namespace(zero_stage=zero_stage, dtype=dtype, max_grad_norm=0.0)
+    args.gradient_checkpointing = False
+    return engines.initialize(chain.make_model(chain.make_tokenizer(), seed=0), args)
 
 
 def weights_of(engine) -> list[torch.Tensor]:
-    with run.whole(engine.module.parameters()):
+    with engines.whole(engine.module.parameters()):
         return [p.detach().clone() for p in engine.module.parameters()]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_discarded_gradients_leave_nothing_behind(zero_stage, dtype):
+def test_discarded_gradients_leave_nothing_behind(zero_stage, dtype, monkeypatch):
+    partition_all(monkeypatch)
+
     def backward(engine, token, is_last):
         engine.set_gradient_accumulation_boundary(is_last)
         engine.backward(engine(torch.full((2, 9), token)).logits.float().square().mean())
@@ -571,12 +532,12 @@ def test_discarded_gradients_leave_nothing_behind(zero_stage, dtype):
         if discards:
             backward(engine, 5, False)
             backward(engine, 6, True)
-            run.discard_gradients(engine)
+            engines.discard_gradients(engine)
         norms = []
         for token in (7, 8):
             backward(engine, token, False)
             backward(engine, token + 1, True)
-            norms.append(run.step(engine, 1e-3))
+            norms.append(engines.step(engine, 1e-3))
         outcomes.append((norms, weights_of(engine)))
     assert outcomes[0][0] == outcomes[1][0] and outcomes[0][0][0] > 0
     assert all(torch.equal(*pair) for pair in zip(outcomes[0][1], outcomes[1][1], strict=True))
@@ -585,17 +546,14 @@ def test_discarded_gradients_leave_nothing_behind(zero_stage, dtype):
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_broken_gradients_make_no_step(zero_stage, dtype, broken):
+def test_a_broken_gradient_has_a_broken_norm(zero_stage, dtype, broken, monkeypatch):
+    """So that the check behind the step sees it."""
+    partition_all(monkeypatch)
     engine = tiny_engine(zero_stage, dtype)
-    before = weights_of(engine)
-    for factor, loss in ((broken, 0.0), (1.0, broken)):  # in the gradient; in the loss alone
+    for factor in (1.0, broken):
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(engine(torch.full((2, 9), 5)).logits.float().square().mean() * factor)
-        assert not math.isfinite(run.step(engine, 1e-3, loss))
-        assert all(map(torch.equal, before, weights_of(engine)))
-    engine.backward(engine(torch.full((2, 9), 5)).logits.float().square().mean())
-    assert 0 < run.step(engine, 1e-3) < 100
-    assert not all(map(torch.equal, before, weights_of(engine)))
+        assert math.isfinite(engines.step(engine, 1e-3)) == (factor == 1.0)
 
 
 # ---- sampler and trainer -------------------------------------------------------------------------
@@ -610,12 +568,11 @@ def check_parity(*options, ranks=2, limit=1e-4):
     assert found["stopped"] > 0
     assert found["tokens"] > 10_000
     if "--model" not in options:  # the embedded tokenizer, whose embeddings may be padded
-        assert found["largest"] == len(data.make_chain_tokenizer()) - 1
-    assert found["reproducible"] and found["distinct"] and found["empty"] == []
+        assert found["largest"] == len(chain.make_tokenizer()) - 1
+    assert found["reproducible"] and found["distinct"]
+    assert found["empty"] == [] and found["few"] == 2
 
 
-@pytest.mark.parametrize(
-    "options", [["--tied", "--padding", "30"], ["--no-tied", "--zero-stage", "2"]]
-)
-def test_sampler_and_trainer_agree_before_and_after_updates(options):
-    check_parity(*options)
+@pytest.mark.slow
+def test_sampler_and_trainer_agree_before_and_after_updates():
+    check_parity("--tied", "--padding", "30", "--zero-stage", "2")

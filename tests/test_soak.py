@@ -15,9 +15,9 @@ import venv
 import pytest
 import safetensors.torch
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from common import data
+from tasks import chain
 from tests.conftest import (
     BIN,
     ROOT,
@@ -36,8 +36,6 @@ from tests.test_runs import (
     check_same,
     check_same_run,
     end_at,
-    terminate,
-    wait_for,
 )
 
 pytestmark = pytest.mark.soak
@@ -94,11 +92,27 @@ def test_killed_at_random_moments_they_resume_bit_for_bit(sft_model, tmp_path):
 TRIES = ["--tries", "14", "--seed", "2"]
 
 
+def wait_for(path, process) -> None:
+    deadline = time.time() + HANG
+    while not os.path.exists(path) or os.path.getsize(path) == 0:
+        assert process.poll() is None and time.time() < deadline, process.communicate()[0][-3000:]
+        time.sleep(0.02)
+
+
+def terminate(arguments, path, ranks) -> tuple[int, str]:
+    """SIGTERM as soon as `path` is there; the exit status and the output."""
+    process = start_run(arguments, ranks)
+    wait_for(path, process)
+    process.terminate()
+    output, _ = process.communicate(timeout=HANG)
+    return process.returncode, output
+
+
 @pytest.mark.parametrize("flags", [[], ["--zero-stage", "3", "--gradient-checkpointing"]])
 def test_terminated_on_two_ranks_it_resumes_bit_for_bit(flags, sft_model, tmp_path):
     arguments = ["vineppo.py", *FAST, *flags, "--model", sft_model, "--output-dir"]
     call(*arguments, str(tmp_path / "whole"), ranks=2)
-    arguments += [str(tmp_path / "run"), "--grace-seconds", "600"]
+    arguments.append(str(tmp_path / "run"))
     _, output = terminate(arguments, tmp_path / "run/metrics.jsonl", ranks=2)
     assert "is written; --resume auto goes on with it" in output
     call(*arguments, "--resume", "auto", ranks=2)
@@ -107,7 +121,7 @@ def test_terminated_on_two_ranks_it_resumes_bit_for_bit(flags, sft_model, tmp_pa
 
 def test_a_sigterm_that_one_rank_gets_ends_all_of_them(sft_model, tmp_path):
     arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(tmp_path / "run")]
-    status, output = end_at("SIGTERM grade 1", [*arguments, "--grace-seconds", "600"], ranks=2)
+    status, output = end_at("SIGTERM grade 1", arguments, ranks=2)
     assert status != 0 and "SIGTERM: checkpoint 1 is written; --resume auto goes" in output
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 1
 
@@ -117,8 +131,8 @@ def test_the_seed_decides_the_initial_weights(tmp_path):
     options = ["--num-epochs", "0.0016", "--learning-rate", "1e-12", "--eval-every", "0"]
     call("sft.py", "--seed", "2", *options, "--output-dir", str(tmp_path))
     torch.manual_seed(2)
-    config = data.make_chain_model_config(data.make_chain_tokenizer())
-    drawn = LlamaForCausalLM(config).state_dict()
+    config = chain.make_model_config(chain.make_tokenizer())
+    drawn = AutoModelForCausalLM.from_config(config).state_dict()
     saved = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
     for name, weight in saved.items():
         torch.testing.assert_close(weight, drawn[name], rtol=0, atol=1e-7)
@@ -288,9 +302,9 @@ def test_defaults_on_any_number_of_ranks(script, ranks, embedded, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("zero_stage", ["0", "2", "3"])
-@pytest.mark.parametrize("tied", ["--tied", "--no-tied"])
-def test_sampler_and_trainer_agree(tied, zero_stage, ranks):
-    check_parity(tied, "--zero-stage", zero_stage, ranks=ranks)
+@pytest.mark.parametrize("kind", [["--tied"], ["--no-tied"], ["--tied", "--padding", "30"]])
+def test_sampler_and_trainer_agree(kind, zero_stage, ranks):
+    check_parity(*kind, "--zero-stage", zero_stage, ranks=ranks)
 
 
 def test_sampler_and_trainer_agree_in_bfloat16():

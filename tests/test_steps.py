@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import vineppo
-from common import data, sampling, steps
+from common import sampling, steps
+from tasks import chain
 
 
 def split(rule, text):
@@ -198,17 +199,17 @@ def make_bpe(kind):
 
 @pytest.fixture(scope="module", params=["byte", "sentencepiece", "chain"])
 def tokenizer(request):
-    return data.make_chain_tokenizer() if request.param == "chain" else make_bpe(request.param)
+    return chain.make_tokenizer() if request.param == "chain" else make_bpe(request.param)
 
 
 def test_boundaries_are_where_the_text_says_on_tokens(tokenizer):
     text = "so 2-3=9 then\nok 9+8=7 now\n#### 7"
     ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    ends, moved = steps.split_steps(ids, tokenizer, "line")
+    ends = steps.split_steps(ids, tokenizer, "line")
     assert ends[-1] == len(ids)
     texts = steps.step_texts(ids, ends, tokenizer)
     assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=True)
-    assert len(texts) == 3 and moved == [False, False]
+    assert len(texts) == 3
     assert texts[0].endswith("then\n") and texts[1].endswith("now\n")
 
 
@@ -220,12 +221,12 @@ def test_tokens_that_straddle_a_boundary_move_it():
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     # "a\nbc": one boundary, after "\n", inside token 2
-    assert steps.split_steps([0, 2, 4, 5], fast, "line") == ([2, 4], [True])
+    assert steps.split_steps([0, 2, 4, 5], fast, "line") == [2, 4]
     # "a\n\nc": boundaries after each newline, both inside or at the end of token 3
-    assert steps.split_steps([0, 3, 4], fast, "line") == ([2, 3], [True, False])
+    assert steps.split_steps([0, 3, 4], fast, "line") == [2, 3]
     # the boundary moves to the end of the response: no step is empty
-    assert steps.split_steps([0, 2], fast, "line") == ([2], [True])
-    assert steps.split_steps([5], fast, "line") == ([1], [])
+    assert steps.split_steps([0, 2], fast, "line") == [2]
+    assert steps.split_steps([5], fast, "line") == [1]
 
 
 # ---- a stop string -------------------------------------------------------------------------------
@@ -254,22 +255,23 @@ def test_a_stop_string_is_cut_off_whole(pieces, stop, kept):
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=pieces[0]))
     tokenizer.decoder = decoders.Fuse()
     sampler = sampling.Sampler.__new__(sampling.Sampler)
+    sampler.args = SimpleNamespace(stop=stop)
     sampler.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
     logprobs = [{i: SimpleNamespace(logprob=-float(t))} for t, i in enumerate(ids)]
     answer = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="stop")
     answer.stop_reason = stop
-    read = sampler.read(answer, stop)
+    read = sampler.read(answer)
     assert read == (ids[:kept], [-float(t) for t in range(kept)], True, True)
     answer.stop_reason = None  # it ended on EOS
-    assert sampler.read(answer, stop).ids == ids and not sampler.read(answer, stop).stopped
+    assert sampler.read(answer).ids == ids and not sampler.read(answer).stopped
 
 
 def test_a_stop_string_between_spaces(tokenizer):
     ids = tokenizer("so 2-3=9 then\nok 5+1=6 now\n")["input_ids"]
     sampler = sampling.Sampler.__new__(sampling.Sampler)
-    sampler.tokenizer = tokenizer
+    sampler.tokenizer, sampler.args = tokenizer, SimpleNamespace(stop="5+1")
     answer = SimpleNamespace(token_ids=ids, logprobs=None, finish_reason="stop", stop_reason="5+1")
-    kept = sampler.read(answer, "5+1").ids
+    kept = sampler.read(answer).ids
     assert tokenizer.decode(kept).rstrip() == "so 2-3=9 then\nok"
 
 
@@ -280,8 +282,8 @@ def test_no_boundary_falls_inside_a_character():
     """Half a character decodes to as many signs as the text before the boundary has."""
     tokenizer = make_bpe("sentencepiece")
     ids = tokenizer("\U0001f600\nabc")["input_ids"]
-    ends, moved = steps.split_steps(ids, tokenizer, "line")
-    assert steps.step_texts(ids, ends, tokenizer) == ["\U0001f600\n", "abc"] and moved == [False]
+    ends = steps.split_steps(ids, tokenizer, "line")
+    assert steps.step_texts(ids, ends, tokenizer) == ["\U0001f600\n", "abc"]
 
 
 @pytest.mark.parametrize(
@@ -299,12 +301,12 @@ def test_no_boundary_falls_inside_a_character():
 )
 def test_eos_is_a_step_of_its_own_where_a_step_ends_before_it(rule, text, own_step):
     """Whether a state is valued must not depend on the token that follows, be it EOS."""
-    tokenizer = data.make_chain_tokenizer()
+    tokenizer = chain.make_tokenizer()
     ids = tokenizer(text)["input_ids"] if text else []
-    ends, _ = steps.split_steps([*ids, tokenizer.eos_token_id], tokenizer, rule)
+    ends = steps.split_steps([*ids, tokenizer.eos_token_id], tokenizer, rule)
     assert (len(ids) in ends) == own_step
     if ids:  # cut off at the limit there is nothing behind the newline
-        assert steps.split_steps(ids, tokenizer, rule)[0][-1] == len(ids)
+        assert steps.split_steps(ids, tokenizer, rule)[-1] == len(ids)
 
 
 # ---- is the expected estimate the gradient? ------------------------------------------------------
@@ -347,14 +349,12 @@ def gradients(tree: dict, reward: dict, rule: str) -> tuple[dict, dict]:
             after = values.get((*prefix, i), reward.get((*prefix, i)))
             true[prefix, i], found[prefix, i] = reached * p * (after - values[prefix]), 0.0
     for ids, p in responses.items():
-        ends, _ = steps.split_steps(list(ids), tokenizer, rule)
-        starts = [0, *ends[:-1]]
-        index = torch.tensor([[sum(end <= t for end in ends) for t in range(len(ids))]])
+        ends = steps.split_steps(list(ids), tokenizer, rule)
         advantages = vineppo.compute_advantages(
-            torch.tensor([reward[ids]], dtype=torch.float64),
-            torch.tensor([[values[ids[:start]] for start in starts]], dtype=torch.float64),
-            index,
-            torch.ones(1, len(ids), dtype=torch.float64),
+            torch.tensor([reward[ids]]),
+            [[values[ids[:start]] for start in [0, *ends[:-1]]]],
+            [ends],
+            torch.ones(1, len(ids)),
         )[0].tolist()
         for t, advantage in enumerate(advantages):
             for i, q in tree[ids[:t]].items():
@@ -374,8 +374,15 @@ def random_tree(depth: int) -> tuple[dict, dict]:
     return tree, {ids: rng.random() for ids, _ in enumerate_policy(tree)}
 
 
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize(("rule", "unbiased"), [("line", True), ("gsm8k", False), ("math", False)])
-def test_for_which_rules_the_expected_estimate_is_the_gradient(rule, unbiased):
+def test_for_which_rules_the_expected_estimate_is_the_gradient(rule, unbiased, float64):
     """All responses of up to four tokens. The other two rules look at what follows: at the answer
     behind a newline, at the length of a sentence (docs/vineppo.md)."""
     true, found = gradients(*random_tree(4), rule)
@@ -403,5 +410,5 @@ def test_random_ids_never_raise_and_no_step_is_empty(tokenizer):
     for _ in range(300):
         ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(1, 40))]
         for rule in steps.RULES:
-            ends, _ = steps.split_steps(ids, tokenizer, rule)
+            ends = steps.split_steps(ids, tokenizer, rule)
             assert ends == sorted(set(ends)) and ends[0] > 0 and ends[-1] == len(ids)

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 import ppo
 from analysis import credit, critic, figures, gradient, values
 from analysis.exact import exact_values, read_digits, read_prompt
-from common import data
+from common import data, ranks
 from common import steps as steps_module
 from common.sampling import Sample
+from tasks import chain
 from tests.conftest import call
 
 # ---- measures, by hand ---------------------------------------------------------------------------
@@ -88,10 +89,11 @@ class TabularPolicy:
     """A Markov policy of the embedded task that is a table of facts; it samples like `Sampler`."""
 
     def __init__(self, table: torch.Tensor, tokenizer):
-        self.table, self.tokenizer = table, tokenizer
+        self.table, self.tokenizer = table.tolist(), tokenizer
+        self.vocabulary = tokenizer.get_vocab()
 
     def generate(self, prompt_ids, n, max_tokens, seed, **_):
-        rng = random.Random(seed)
+        rng = random.Random(repr(seed))
         groups = []
         for ids in prompt_ids:
             prompt, response = self.tokenizer.decode(ids).split("\n", 1)
@@ -103,15 +105,14 @@ class TabularPolicy:
         lines = response.split("\n")[:-1]
         if lines:
             digit = int(re.search(r"=(\d)", lines[-1])[1])
-        text = ""
+        tokens: list[str] = []
         for op, operand in operations[len(lines) :]:
-            weights = self.table["+-".index(op), digit, operand].tolist()
-            result = rng.choices(range(10), weights)[0]
-            words = rng.choice(data.FILLERS), rng.choice(data.FILLERS)
-            text += f"{words[0]} {digit}{op}{operand}={result} {words[1]}\n"
+            result = rng.choices(range(10), self.table["+-".index(op)][digit][operand])[0]
+            words = rng.choice(chain.FILLERS), rng.choice(chain.FILLERS)
+            tokens += [words[0], str(digit), op, str(operand), "=", str(result), words[1], "\n"]
             digit = result
-        ids = self.tokenizer(f"{text}#### {digit}")["input_ids"]
-        return Sample([*ids, self.tokenizer.eos_token_id], [], True, False)
+        tokens += ["####", str(digit), "<eos>"]
+        return Sample([self.vocabulary[token] for token in tokens], [], True, False)
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +123,11 @@ def tabular():
     for digit in range(10):
         for operand in range(10):
             for i, op in enumerate("+-"):
-                right = data.apply_operation(digit, op, operand)
+                right = chain.apply_operation(digit, op, operand)
                 table[i, digit, operand, right] += 30 * torch.rand(1, generator=generator).item()
     table /= table.sum(dim=-1, keepdim=True)
-    tokenizer = data.make_chain_tokenizer()
+    ranks.set_up()
+    tokenizer = chain.make_tokenizer()
     args = values.Args(num_prompts=40, num_states=300, num_actions=60)
     return table, values.Prober(args, TabularPolicy(table, tokenizer), tokenizer)
 
@@ -203,20 +205,18 @@ def test_top_actions_are_those_of_dynamic_programming(tabular, probed):
 
 def test_critic_is_asked_about_the_right_token(sft_model, tmp_path):
     """A state's value is that of `compute_values` in the whole response; the file is ppo.py's."""
-    import safetensors.torch
-
     critic = AutoModelForCausalLM.from_pretrained(sft_model, dtype=torch.float32).eval()
     head = torch.nn.Linear(critic.get_output_embeddings().in_features, 1)
     torch.nn.init.normal_(head.weight)
     critic.set_output_embeddings(head)
     shutil.copytree(sft_model, tmp_path / "hf")
-    safetensors.torch.save_file(critic.state_dict(), tmp_path / "critic.safetensors")
+    critic.save_pretrained(tmp_path / "critic_hf")
 
     class Nothing:
         def wake(self, model):
             pass
 
-    tokenizer = data.make_chain_tokenizer()
+    tokenizer = chain.make_tokenizer()
     prober = values.Prober(values.Args(dtype="float32"), Nothing(), tokenizer)
     prober.use(str(tmp_path / "hf"))
     problem = data.load_problems("chain", "train")[0]
@@ -244,6 +244,7 @@ def ppo_run(sft_model, tmp_path_factory):
     return folder
 
 
+@pytest.mark.soak
 def test_values_of_a_run(ppo_run):
     sizes = ["--num-prompts", "4", "--num-states", "24", "--num-actions", "4", "--truth", "64"]
     result = call("-m", "analysis.values", "--run", str(ppo_run), *sizes)
@@ -260,21 +261,27 @@ def test_values_of_a_run(ppo_run):
     assert os.stat(ppo_run / "values/iteration_000001.json").st_mtime_ns == before
 
 
-def test_values_and_credit_say_what_they_miss(ppo_run, tmp_path):
+@pytest.mark.slow
+def test_values_and_credit_say_what_they_miss(tmp_path):
+    settings = {**vars(ppo.Args()), "script": "ppo"}
+    for name, content in (("run", settings), ("sft", {"script": "sft", "task": "chain"})):
+        (tmp_path / name / "checkpoints/iteration_000001/hf").mkdir(parents=True)
+        (tmp_path / name / "args.json").write_text(json.dumps(content))
     for arguments, message in (
-        (["--run", str(tmp_path)], "args.json: no such file"),
-        ([], "either --run or --model, please"),
-        (["--run", str(ppo_run), "--iterations", "7"], "has checkpoints of [1]"),
+        (["-m", "analysis.values", "--run", str(tmp_path)], "args.json: no such file"),
+        (["-m", "analysis.values"], "either --run or --model, please"),
+        (
+            ["-m", "analysis.values", "--run", f"{tmp_path}/run", "--iterations", "7"],
+            "has checkpoints of [1]",
+        ),
+        (
+            ["-m", "analysis.values", "--run", f"{tmp_path}/sft"],
+            "is a run of sft.py, which samples no groups",
+        ),
+        (["-m", "analysis.credit", "--run", str(tmp_path)], "is not the folder of a run"),
     ):
-        result = call("-m", "analysis.values", *arguments, fails=True)
+        result = call(*arguments, fails=True)
         assert message in result.stderr and "Traceback" not in result.stderr
-    with open(tmp_path / "args.json", "w") as file:
-        json.dump({"script": "sft", "task": "chain"}, file)
-    result = call("-m", "analysis.values", "--run", str(tmp_path), fails=True)
-    assert "is a run of sft.py, which samples no groups" in result.stderr
-    os.remove(tmp_path / "args.json")
-    result = call("-m", "analysis.credit", "--run", str(tmp_path), fails=True)
-    assert "is not the folder of a run" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_credit_is_that_of_the_scripts(tabular):
@@ -329,7 +336,7 @@ def test_token_values_change_behind_a_result(tabular):
     table, prober = tabular
     problem = data.load_problems("chain", "sft")[0]
     ids = [*prober.tokenizer(problem.solution)["input_ids"], prober.tokenizer.eos_token_id]
-    ends, _ = steps_module.split_steps(ids, prober.tokenizer, "line")
+    ends = steps_module.split_steps(ids, prober.tokenizer, "line")
     texts = steps_module.step_texts(ids, ends, prober.tokenizer)
     digits = read_digits(problem.prompt, texts)
     exact = exact_values(problem.prompt, table)
@@ -341,6 +348,7 @@ def test_token_values_change_behind_a_result(tabular):
         assert found[t] == exact[results, digits[results]]
 
 
+@pytest.mark.soak
 def test_credit_of_a_run(ppo_run):
     result = call("-m", "analysis.credit", "--run", str(ppo_run), "--num-prompts", "4", "--k", "5")
     assert "== any ==" in result.stdout and "   critic      PPO     GRPO  step" in result.stdout

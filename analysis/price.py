@@ -1,6 +1,6 @@
 """The price of credit: tokens sampled and seconds until pass@1 on held-out problems reaches 0.8.
 
-    python -m benchmarks.credit            makes the runs that are missing (hours); docs/credit.md
+    python -m analysis.price            makes the runs that are missing (hours); docs/credit.md
 
 Embedded task, three seeds, every scheme at the best of the learning rates given below: that at
 which most seeds get there, and of those the one with the fewest tokens. Where a seed does not get
@@ -26,7 +26,7 @@ from analysis.compare import (
     train,
     write_between,
 )
-from analysis.demo import make_launcher, make_sft
+from recipes.demo import make_launcher, make_sft
 
 START, END = "<!-- price -->", "<!-- end of price -->"
 PLAIN = ("--no-share-rollouts", "--k")
@@ -40,14 +40,14 @@ def ours(k: int) -> tuple[str, ...]:
 
 SCHEMES: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
     # one rate: the best of docs/results.md's grid, for VinePPO that of K = 9
-    "plain, K = 9": ("vineppo", (*PLAIN, "9"), BEST),
-    "plain, K = 5": ("vineppo", (*PLAIN, "5"), GRID),
-    "plain, K = 3": ("vineppo", (*PLAIN, "3"), GRID),
+    "plain, K = 9": ("vineppo_cheap", (*PLAIN, "9"), BEST),
+    "plain, K = 5": ("vineppo_cheap", (*PLAIN, "5"), GRID),
+    "plain, K = 3": ("vineppo_cheap", (*PLAIN, "3"), GRID),
     "equal prefixes once, K = 3": ("vineppo", ("--k", "3"), GRID),
-    "smoothing alone, K = 3": ("vineppo", (*PLAIN, "3", "--smoothing", ".5"), BEST),
-    "smoothing and reuse, K = 3": ("vineppo", ours(3), GRID),
-    "smoothing and reuse, K = 2": ("vineppo", ours(2), RATES),
-    "smoothing and reuse, K = 1": ("vineppo", ours(1), BEST),
+    "smoothing alone, K = 3": ("vineppo_cheap", (*PLAIN, "3", "--smoothing", ".5"), BEST),
+    "smoothing and reuse, K = 3": ("vineppo_cheap", ours(3), GRID),
+    "smoothing and reuse, K = 2": ("vineppo_cheap", ours(2), RATES),
+    "smoothing and reuse, K = 1": ("vineppo_cheap", ours(1), BEST),
     "GRPO, 40 iterations": ("grpo", LONG, GRID),
     "RLOO, 40 iterations": ("rloo", LONG, GRID),
     "PPO, 40 iterations": ("ppo", LONG, RATES),
@@ -103,7 +103,7 @@ def main(
     header += [f"iterations (64 responses) to {target}"]
     header += ["thousand tokens sampled to it", "seconds to it"]
     text = f"""{START}
-Written by `python -m benchmarks.credit`, {time.strftime("%Y-%m-%d")}. {describe_machine()}; {jobs}
+Written by `python -m analysis.price`, {time.strftime("%Y-%m-%d")}. {describe_machine()}; {jobs}
 runs at a time, {threads_of_a_run(jobs)} of {os.cpu_count()} cores for each. Seeds
 {", ".join(map(str, seeds))}: the mean (lowest to highest). pass@1 on 250 validation problems, 4
 responses each, temperature 0.35, every second iteration (RestEM: each of its own, of 320 responses,

@@ -1,8 +1,8 @@
 """Are two MATH answers the same? Exactly: no tolerance, no factor of a hundred.
 
-`python -m common.equivalence` answers lines of JSON [answer, reference] with lines true or false:
-grading.py's worker, a process of its own, so that what a model writes can neither hang nor fill the
-one that trains. The conventions are the tests': tests/test_grading.py.
+`python -m mathequal.equivalence` answers lines of JSON [answer, reference] with true or false. It
+is a process of its own, which process.py starts, so that what a model writes can neither hang nor
+fill the one that trains. The conventions are the tests': tests/test_mathequal.py.
 """
 
 import json
@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import sympy
 
-from common.answers import GREEK, UNITS, Unreadable, Value, clean, read, spell
+from mathequal.answers import GREEK, UNITS, Unreadable, Value, clean, read, spell
 
 MEMORY_LIMIT = 1 << 30  # bytes of address space
 POINTS = ("0.7310585", "1.9134172", "-0.6180339", "2.2360679", "-1.4142135")

@@ -1,6 +1,6 @@
 r"""How long grading a VinePPO iteration on MATH takes, against math-verify on every response.
 
-    python -m benchmarks.grading --data-dir FOLDER     a folder with MATH's train.jsonl
+    python -m benchmarks.grader --data-dir FOLDER     a folder with MATH's train.jsonl
 
 The batch is made as an iteration makes it: problems x responses x steps x rollouts. A response is
 the problem's reference solution whose box holds what a policy might put there: the answer in one of
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import tyro
 
-from common import grading, require
+import mathequal
+from common import require
 from common.steps import RULES
 
 
@@ -64,8 +65,8 @@ def make_batch(args: Args) -> list[tuple[str, str]]:
     with open(path, encoding="utf-8-sig") as file:
         solutions = [json.loads(line)["solution"] for line in file if line.strip()]
     rng = random.Random(args.seed)
-    usable = [s for s in solutions if (a := grading.extract_boxed(s)) and rf"\boxed{{{a}}}" in s]
-    answers = [grading.extract_boxed(solution) for solution in usable]
+    usable = [s for s in solutions if (a := mathequal.extract_boxed(s)) and rf"\boxed{{{a}}}" in s]
+    answers = [mathequal.extract_boxed(solution) for solution in usable]
     batch = []
     for problem in rng.sample(range(len(usable)), args.num_prompts):
         solution, answer = usable[problem], answers[problem]
@@ -95,18 +96,18 @@ def main(args: Args) -> None:
     from math_verify import parse, verify
 
     batch = make_batch(args)
-    said = {(grading.extract_boxed(response), answer) for response, answer in batch}
+    said = {(mathequal.extract_boxed(response), answer) for response, answer in batch}
     print(
         f"{len(batch)} responses, {1 - len(said) / len(batch):.1%} repeat an earlier one's answer"
     )
-    grading.worker.equal("0", "1")  # its start is not counted: once a run
-    grading.cache.clear()
-    cached = seconds_of(grading.grade_boxed, batch)
+    mathequal.worker.equal("0", "1")  # its start is not counted: once a run
+    mathequal.worker.cache.clear()
+    cached = seconds_of(mathequal.grade_boxed, batch)
     print(f"cache            {cached:8.1f} s")
 
     def grade_anew(response: str, answer: str) -> float:
-        grading.cache.clear()
-        return grading.grade_boxed(response, answer)
+        mathequal.worker.cache.clear()
+        return mathequal.grade_boxed(response, answer)
 
     anew = seconds_of(grade_anew, batch)
     print(f"no cache         {anew:8.1f} s (but the worker remembers what it has read)")
@@ -117,7 +118,7 @@ def main(args: Args) -> None:
     library *= len(batch) / len(sample)
     print(f"math-verify      {library:8.1f} s, extrapolated from {len(sample)} drawn at random")
     print(f"times faster     {library / cached:8.0f} with the cache, {library / anew:.1f} without")
-    print(f"failures         {grading.worker.failures}")
+    print(f"failures         {mathequal.worker.failures}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(HERE, ".venv")
 
 
@@ -34,10 +34,10 @@ def check_machine(has_gpu):
     libc, libc_version = platform.libc_ver()
     if libc != "glibc" or tuple(map(int, libc_version.split("."))) < (2, 28):
         stop(f"vLLM needs glibc 2.28 or newer, this system has {libc or 'another'} {libc_version}")
-    if not shutil.which(os.environ.get("CXX", "c++")) and not shutil.which("g++"):
-        stop("no C++ compiler: DeepSpeed builds a small module at its first start (install g++)")
-    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
-        stop("no headers of this Python, for the same module (on Debian: apt install python3-dev)")
+    if has_gpu and not shutil.which(os.environ.get("CC", "cc")) and not shutil.which("gcc"):
+        stop("no C compiler: Triton builds small modules for vLLM's kernels (install gcc)")
+    if has_gpu and not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        stop("no headers of this Python, for the same modules (on Debian: apt install python3-dev)")
     needed = 16 if has_gpu else 5
     free = shutil.disk_usage(HERE).free / 2**30
     if free < needed:

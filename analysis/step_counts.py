@@ -1,6 +1,6 @@
 """How many reasoning steps the solutions of GSM8K and MATH have, as a PNG.
 
-python -m analysis.steps --gsm8k FOLDER --math FOLDER --output steps.png
+python -m analysis.step_counts --gsm8k FOLDER --math FOLDER --output steps.png
 
 Without a folder the problems come from the hub.
 """

@@ -1,0 +1,74 @@
+"""A batch of sequences, computed in micro-batches by all ranks together."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
+
+from common import ranks
+
+
+class Batch:
+    """B prompts and their responses: input_ids (B, L), prompt_lens (B,), response_mask (B, T)."""
+
+    def __init__(self, prompts: list, responses: list, max_tokens: int, device: torch.device):
+        """Lists of ids. `max_tokens`: of one forward pass on a rank, padding included."""
+        sequences = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
+        self.input_ids = pad_sequence(sequences, batch_first=True)
+        self.prompt_lens = torch.tensor([len(ids) for ids in prompts])
+        self.response_lens = [len(ids) for ids in responses]
+        # from lengths, never from ids: EOS is a token to learn even where pad == eos
+        lengths = torch.tensor(self.response_lens)[:, None]
+        self.response_mask = (torch.arange(max(self.response_lens)) < lengths).float()
+        self.lengths = [len(ids) for ids in sequences]
+        self.max_tokens, self.device = max_tokens, device
+
+    def passes(self, rows: list[int]) -> list[tuple[list[int], float]]:
+        """This rank's micro-batches of `rows`; see plan_passes."""
+        return plan_passes(rows, self.lengths, self.max_tokens)
+
+    def take(self, rows: list[int], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """These rows of input_ids (cut to the longest of them), prompt_lens and response_mask, and
+        of the `tensors` (B, T), on the device."""
+        longest = max(self.lengths[row] for row in rows)
+        own = self.input_ids[rows, :longest], self.prompt_lens[rows], self.response_mask[rows]
+        return [tensor.to(self.device) for tensor in (*own, *(other[rows] for other in tensors))]
+
+    @torch.no_grad()
+    def map(self, function: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """(B, T): function(input_ids, prompt_lens, response_mask) of every row, on every rank."""
+        result = torch.zeros_like(self.response_mask)
+        for rows, weight in self.passes(list(range(len(self.lengths)))):
+            result[rows] += function(*self.take(rows)).cpu() * weight
+        ranks.add_up(result)  # a rank has computed some of the rows, the sum has all
+        return result
+
+    def count_padding(self) -> int:
+        """Tokens of a pass over the batch, on this rank, that are padding or weigh nothing."""
+        passes = self.passes(list(range(len(self.lengths))))
+        computed = sum(max(self.lengths[row] for row in rows) * len(rows) for rows, _ in passes)
+        return computed - sum(self.lengths[row] * weight for rows, weight in passes for row in rows)
+
+
+def plan_passes(
+    items: list[int], lengths: list[int], max_tokens: int
+) -> list[tuple[list[int], float]]:
+    """This rank's micro-batches of `items`, each with weight 1, then as many with weight 0 as it
+    takes for every rank to make the same number of passes: collectives wait for all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    by_length = sorted(items, key=lengths.__getitem__)  # dealt out in turn: ranks do like work
+    cuts = [cut(by_length[r::world_size], lengths, max_tokens) for r in range(world_size)]
+    padding = max(map(len, cuts)) - len(cuts[rank])
+    return [(rows, 1.0) for rows in cuts[rank]] + [(by_length[:1], 0.0)] * padding
+
+
+def cut(items: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Items, sorted by length, in groups that hold at most `max_tokens` when padded to their
+    longest (a longer item stands alone)."""
+    groups: list[list[int]] = []
+    for item in items:
+        if not groups or (len(groups[-1]) + 1) * lengths[item] > max_tokens:
+            groups.append([])
+        groups[-1].append(item)
+    return groups

@@ -1,0 +1,201 @@
+"""Models: check and load them, train them with DeepSpeed, lend them to the GPU, score tokens."""
+
+import contextlib
+import functools
+import glob
+import os
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from common import UsageError, ranks, require
+
+
+def dtype_of(args) -> str:
+    auto = "bfloat16" if torch.cuda.is_available() else "float32"
+    return auto if args.dtype == "auto" else args.dtype
+
+
+def load_tokenizer(args):
+    """The tokenizer of --model. Raises UsageError unless that is a checkpoint folder, or the name
+    of one on the hub, for sequences of --max-model-len tokens; with code of its own, or weights
+    that are pickles (which run code when they are read), only where that is trusted."""
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoTokenizer  # seconds
+    from transformers.utils import cached_file
+
+    model, where, trust = args.model, f"--model {args.model}", args.trust_remote_code
+    is_hub_name = model.count("/") == 1 and not model.startswith((".", "/", "~", "runs/"))
+    hint = "; `python sft.py` makes it" if model == "runs/sft/hf" else ""
+    require(os.path.isdir(model) or is_hub_name, f"{where}: no such folder{hint}")
+    folder = glob.escape(model)
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust)
+        for weights in glob.glob(f"{folder}/*.safetensors"):
+            safe_open(weights, "pt")  # reads the header: a file that was cut off fails here
+        names = ("model.safetensors.index.json", "model.safetensors")  # of the hub: downloads one
+        missing = {"_raise_exceptions_for_missing_entries": False}
+        has_safetensors = any(cached_file(model, name, **missing) for name in names)
+    except Exception as error:  # transformers raises anything, KeyError included
+        reason = " ".join(str(error).split())[:300]
+        needs_trust = "trust_remote_code" in str(error)
+        hint = "runs code of its own; read it, then --trust-remote-code"
+        require(not needs_trust, f"{where}: {hint}")
+        what = "not a checkpoint" if os.path.isdir(model) else "no such folder, nor on the hub"
+        raise UsageError(f"{where}: {what} ({reason})") from None
+    require(tokenizer.eos_token_id is not None, f"{where}: its tokenizer has no EOS token")
+    num_tokens, rows = tokenizer.vocab_size, getattr(config, "vocab_size", tokenizer.vocab_size)
+    sizes = f"its tokenizer has {num_tokens} tokens, its embeddings {rows} rows"
+    require(num_tokens <= rows, f"{where}: {sizes}: it is another model's tokenizer")
+    longest = getattr(config, "max_position_embeddings", args.max_model_len)
+    what = f"--max-model-len {args.max_model_len}: {model} was made for at most {longest} tokens"
+    require(args.max_model_len <= longest, what)
+    if not has_safetensors:
+        has_pickles = is_hub_name or glob.glob(f"{folder}/*.bin")
+        require(has_pickles, f"{where}: not a checkpoint (no model.safetensors in it)")
+        what = "has no model.safetensors, only pickles, which can run code"
+        require(trust, f"{where}: {what}; where you trust them: --trust-remote-code")
+    if getattr(tokenizer, "chat_template", None):
+        ranks.say(f"note: {model} has a chat template; it is not used, prompts are plain text")
+    return tokenizer
+
+
+def count_tokens(tokenizer) -> int:
+    """1 + the largest id that can be decoded."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def load_model(args, tokenizer, folder: str = "") -> torch.nn.Module:
+    """The causal language model of --model, or of a checkpoint folder; in evaluation mode. Where
+    its vocabulary is padded beyond the tokenizer's (DeepSeekMath: 102,400 rows for 100,015 tokens)
+    the logits end with the last token, as the sampler's do: what cannot be decoded has no
+    probability."""
+    from transformers import AutoModelForCausalLM
+
+    trust = args.trust_remote_code
+    model = AutoModelForCausalLM.from_pretrained(
+        folder or args.model,
+        dtype=dtype_of(args),
+        trust_remote_code=trust,
+        use_safetensors=None if trust else True,
+    ).eval()
+    head, num_tokens = model.get_output_embeddings(), count_tokens(tokenizer)
+    if num_tokens < len(head.weight):
+        head.register_forward_hook(lambda _, inputs, logits: logits[..., :num_tokens])
+    return model
+
+
+def initialize(model: torch.nn.Module, args):
+    """A DeepSpeed engine: AdamW (0.9, 0.999) without weight decay, gradients clipped; no dropout,
+    not even in the update: the old log-probs have none."""
+    import deepspeed
+
+    # its C++ module for ranks that share memory is for inference: without it no compiler is needed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours, of any number and size
+        "gradient_clipping": args.max_grad_norm,
+        "zero_optimization": {"stage": args.zero_stage},
+        "bf16": {"enabled": dtype_of(args) == "bfloat16"},
+        "optimizer": {"type": "AdamW", "params": adamw},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    if args.gradient_checkpointing:
+        checkpoint_activations(engine.module)
+    engine.eval()
+    return engine
+
+
+def checkpoint_activations(model: torch.nn.Module) -> None:
+    """Layers keep their inputs alone and run again in the backward pass. (transformers' own way
+    works in training mode only, which has dropout.)"""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    require(layers, "--gradient-checkpointing: this model's layers do not support it")
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def step(engine, learning_rate: float) -> float:
+    """One optimizer step of a DeepSpeed engine; the norm of its gradients before clipping."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
+    # ZeRO 0 in float32 is the one case in which DeepSpeed does not report the norm.
+    grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+    engine.step()
+    return float(engine.get_global_grad_norm() or norm)
+
+
+def discard_gradients(engine) -> None:
+    """Forgets the gradients of the backward passes since the last step, so that it can be skipped.
+    DeepSpeed has no call for that: ZeRO 2 keeps reduced gradients in lists of its own, the bf16
+    optimizer of ZeRO 0 keeps them in float32."""
+    engine.zero_grad()
+    engine.optimizer.zero_grad()  # those in float32; ZeRO 3 counts micro-batches there
+    for name in ("averaged_gradients", "all_grad_tensors"):
+        getattr(engine.optimizer, name, {}).clear()
+
+
+def score(
+    head: torch.nn.Module, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """(N, H), (N,) -> (N,) log-probs of the tokens. The head runs in chunks, which the backward
+    pass computes again: float32 logits never exist for more than 1,024 tokens."""
+
+    def score_chunk(hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden).float() / temperature  # (n, V)
+        return -torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
+
+    chunks = list(zip(hidden.split(1024), tokens.split(1024), strict=True))
+    if hasattr(head.weight, "ds_id"):  # ZeRO 3: all ranks gather the head for each chunk
+        most = max(ranks.gather([len(chunks)]))
+        chunks += [(hidden[:0], tokens[:0])] * (most - len(chunks))
+    return torch.cat([checkpoint(score_chunk, *chunk, use_reentrant=False) for chunk in chunks])
+
+
+def whole(parameters):
+    """In this context each rank has all of the weights that ZeRO 3 spreads over the ranks, which
+    must enter it together; with any other stage it does nothing."""
+    parts = list({id(p): p for p in parameters if hasattr(p, "ds_id")}.values())
+    if not parts:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parts)
+
+
+@contextlib.contextmanager
+def lend(model: torch.nn.Module, device: torch.device):
+    """In this context the weights of `model` are on the device. The host keeps its own, so nothing
+    has to be copied back."""
+    tensors = [*model.parameters(), *model.buffers()]
+    kept = [tensor.data for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
+    yield
+    for tensor, data in zip(tensors, kept, strict=True):
+        tensor.data = data
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what is freed would fit few of the update's tensors
+
+
+CHUNK = 2**24  # elements of a tensor that are float32 at a time, while vLLM needs the memory
+
+
+@torch.no_grad()
+def weight_distance(model: torch.nn.Module, start: torch.nn.Module) -> float:
+    """L2 distance of the weights from those of `start`, relative to the norm of the latter."""
+    distance = norm = 0.0
+    for pair in zip(model.parameters(), start.parameters(), strict=True):
+        with whole(pair[:1]):
+            for new, old in zip(*(p.flatten().split(CHUNK) for p in pair), strict=True):
+                old = old.to(new.device).float()
+                distance += (new.float() - old).square().sum()
+                norm += old.square().sum()
+    return (distance / norm).sqrt().item()

@@ -1,0 +1,139 @@
+"""Flags that no algorithm depends on, which the scripts inherit; and the checks of all flags."""
+
+import dataclasses
+import sys
+from typing import Literal
+
+import torch.distributed as dist
+import tyro
+
+from common import require
+
+
+@dataclasses.dataclass
+class Model:
+    model: str = "runs/sft/hf"
+    """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
+    trust_remote_code: bool = False
+    """run code that comes with the model: Python files, weights that are pickles (.bin)"""
+    task: str = "chain"
+    """chain (embedded), gsm8k, math or jsonl (your own)"""
+    data_dir: str = ""
+    """folder of JSONL files; without one gsm8k and math come from the hub"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
+    max_model_len: int = 128
+    """tokens of prompt + response; prompts that leave no room are dropped and counted"""
+    seed: int = 1
+    """decides every draw: prompts, samples, rollouts, minibatches"""
+
+
+@dataclasses.dataclass
+class Sampler:
+    stop: str = ""
+    """a string that ends a response; its ids are cut off and no EOS is put in their place"""
+    tensor_parallel_size: int = 1
+    """ranks that hold one vLLM engine together, for models too large for one GPU's share"""
+    gpu_memory_utilization: float = 0.5
+    """share of a GPU's memory for vLLM while it samples (it sleeps during the update)"""
+
+
+@dataclasses.dataclass
+class Run:
+    output_dir: str = ""
+    """the run's folder; default runs/<script>-<task>-seed<seed>"""
+    resume: Literal["no", "auto"] = "no"
+    """auto: go on from the newest checkpoint in the run's folder"""
+    track: bool = False
+    """log to Weights & Biases too (pip install wandb); TensorBoard files are always written"""
+    zero_stage: Literal[0, 2, 3] = 0
+    """DeepSpeed ZeRO: 2 shards gradients and optimizer state over the ranks, 3 weights too"""
+    micro_batch_tokens: int = 4096
+    """tokens of one forward pass, padding included, per rank: decides memory, never results"""
+    gradient_checkpointing: bool = False
+    """the backward pass computes activations again: less memory, more time"""
+    eval_every: int = 5
+    """iterations between evaluations on validation problems; 0: never"""
+    eval_problems: int = 100
+    save_every: int = 5
+    """iterations between checkpoints; the last iteration always has one"""
+    keep_checkpoints: int = 2
+    """the newest ones, and the best on validation problems"""
+
+
+@dataclasses.dataclass
+class Training(Model, Sampler, Run):
+    eval_rounds: int = 4
+    """responses per validation problem"""
+    eval_temperature: float = 0.35
+
+
+# May change when a run is resumed: results do not, but for float noise.
+FREE = ("resume", "output_dir", "track", "save_every", "keep_checkpoints", "micro_batch_tokens")
+FREE += ("gradient_checkpointing", "gpu_memory_utilization")
+
+AT_LEAST_1 = ("num_prompts", "group_size", "minibatch_size", "num_iterations", "update_epochs")
+AT_LEAST_1 += ("max_response_len", "k", "micro_batch_tokens", "eval_problems", "eval_rounds")
+AT_LEAST_1 += ("save_every", "keep_checkpoints", "batch_size", "rounds", "max_pairs")
+ABOVE_0 = ("learning_rate", "critic_learning_rate", "max_grad_norm", "clip_coef")
+ABOVE_0 += ("clip_coef_value", "beta", "num_epochs")
+FROM_0 = ("kl_coef", "penalty", "eval_every", "max_steps_valued")
+UP_TO_1 = ("warmup_fraction", "gamma", "gae_lambda", "smoothing")
+RANGES = (
+    (AT_LEAST_1, lambda x: x >= 1, "at least 1"),
+    (ABOVE_0, lambda x: x > 0, "above 0"),
+    (FROM_0, lambda x: x >= 0, "0 or more"),
+    (UP_TO_1, lambda x: 0 <= x <= 1, "between 0 and 1"),
+    (("temperature", "eval_temperature"), lambda x: 0 < x <= 2, "above 0 and at most 2"),
+    (("top_p",), lambda x: 0 < x <= 1, "above 0 and at most 1"),
+)
+
+
+def check(args, num_responses: int = 0) -> None:
+    """Raises UsageError for flags out of range, and where minibatches do not divide the responses
+    of an iteration (0: they need not)."""
+    for names, holds, allowed in RANGES:
+        for name in (name for name in names if hasattr(args, name)):
+            value = getattr(args, name)
+            require(holds(value), f"--{name.replace('_', '-')} {value}: must be {allowed}")
+    if hasattr(args, "max_response_len"):
+        require(
+            args.max_response_len < args.max_model_len,
+            f"--max-response-len {args.max_response_len} leaves no room for a prompt in "
+            f"--max-model-len {args.max_model_len}",
+        )
+    if num_responses:
+        require(
+            num_responses % args.minibatch_size == 0,
+            f"--minibatch-size {args.minibatch_size} does not divide the {num_responses} responses "
+            f"of an iteration (--num-prompts {args.num_prompts} x --group-size {args.group_size})",
+        )
+
+
+def describe_batch(args) -> str:
+    num_responses = args.num_prompts * args.group_size
+    num_minibatches = num_responses // args.minibatch_size
+    return (
+        f"{args.num_prompts} prompts x {args.group_size} responses = {num_responses} episodes = "
+        f"{num_minibatches} minibatches x {args.update_epochs} epochs = "
+        f"{num_minibatches * args.update_epochs} optimizer steps an iteration, "
+        f"on {dist.get_world_size()} ranks"
+    )
+
+
+def parse(script):
+    """The command line as `script`, a script's Args. In --help each class that Args is made of has
+    a group of its own: the script's flags first, then those that it inherits."""
+    parts, taken = {}, set()
+    for owner in filter(dataclasses.is_dataclass, script.__mro__):
+        # derived from the script, so that the help texts are found
+        part = type(owner.__name__, (script,), {"__post_init__": lambda self: None})
+        names = [name for name in owner.__annotations__ if name not in taken]
+        part.__dataclass_fields__ = {name: script.__dataclass_fields__[name] for name in names}
+        parts[owner.__name__.lower().replace("args", "script")] = part
+        taken |= {*names}
+    groups = [(name, tyro.conf.OmitArgPrefixes[part]) for name, part in parts.items()]
+    description = sys.modules[script.__module__].__doc__
+    parsed = tyro.cli(dataclasses.make_dataclass("Flags", groups), description=description)
+    values = [(getattr(parsed, name), part.__dataclass_fields__) for name, part in parts.items()]
+    return script(**{name: getattr(one, name) for one, names in values for name in names})

@@ -1,0 +1,56 @@
+"""Rows of problems, from files or from the hub: read, and checked one by one."""
+
+import json
+import os
+import re
+
+from common import UsageError, require
+
+
+def read_jsonl(path: str, fields: tuple[str, ...]) -> list[dict]:
+    """Objects with at least these non-empty string fields, and their place "file:line" as `where`.
+
+    A BOM, CRLF and blank lines are fine; U+2028 in a string ends no line (str.splitlines would).
+    """
+    hint = " (--eval-every 0 does without)" if path.endswith("validation.jsonl") else ""
+    require(os.path.isfile(path), f"{path}: no such file{hint}")
+    rows: list[dict] = []
+    places: dict[str, str] = {}  # id -> where
+    with open(path, encoding="utf-8-sig") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise UsageError(f"{where}: not JSON ({error})") from None
+                rows.append(check_row(row, fields, where))
+                name = row.get("unique_id", row.get("id"))
+                if name is not None:
+                    first = places.setdefault(str(name), where)
+                    require(first == where, f"{where}: the id {name!r:.60} is that of {first} too")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path}: not UTF-8 ({error})") from None
+    require(rows, f"{path}: empty, expected one JSON object a line")
+    return rows
+
+
+def check_row(row: object, fields: tuple[str, ...], where: str) -> dict:
+    """The row with `where`, if its fields are what they must be."""
+    require(
+        isinstance(row, dict), f"{where}: a line must hold an object, found {type(row).__name__}"
+    )
+    # what is there though it need not be: an answer of MATH, a solution of your own problems
+    for field in (*fields, *({"answer", "solution"} & row.keys() - {*fields})):
+        value = row.get(field)
+        require(
+            isinstance(value, str) and value.strip(),
+            f'{where}: "{field}" must be a non-empty string, found {value!r:.60}',
+        )
+        require(
+            not re.search("[\ud800-\udfff]", value),
+            f'{where}: "{field}" has half of a character (a lone surrogate)',
+        )
+    return {**row, "where": where}

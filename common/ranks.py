@@ -1,0 +1,131 @@
+"""Many processes as one: each does its share of a list, then all have the whole."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import random
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+PR_SET_PDEATHSIG = 1
+ENVIRONMENT = {
+    "DS_LOG_LEVEL": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+ON_A_CPU = {
+    "DS_ACCELERATOR": "cpu",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # at its default, 1,024, memory grows for hours
+    "TORCH_COMPILE_DISABLE": "1",  # 15 s for one small function of vLLM
+}
+
+
+def set_up() -> tuple[int, int, torch.device]:
+    """(rank, world size, device). Without torchrun it fills in the variables of one process."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        single |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in single.items()})
+    else:  # where torchrun is killed, its ranks must not go on, beside those of the next start
+        ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    on_gpu = torch.cuda.is_available()
+    for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | ON_A_CPU).items():
+        os.environ.setdefault(name, value)
+    sys.stdout.reconfigure(errors="backslashreplace")  # a model writes what no terminal shows
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of the engines, about each other
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        hook = sys.excepthook
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        sys.excepthook = hook  # torch's puts the rank before every line of a message
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Prints it once, above the progress bar if there is one."""
+    if is_main():
+        tqdm.write(text)
+
+
+def share(items: list, size: int = 1) -> list:
+    """This rank's contiguous share (or that of the `size` ranks that work as one); the lengths of
+    the shares differ by one at most."""
+    part, parts = dist.get_rank() // size, dist.get_world_size() // size
+    return items[len(items) * part // parts : len(items) * (part + 1) // parts]
+
+
+def gather(items: list) -> list:
+    """The shares of all ranks in order, on every rank."""
+    if dist.get_world_size() == 1:
+        return items  # see add_up
+    shares: list = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, items)
+    return [item for part in shares for item in part]
+
+
+def add_up(tensor: torch.Tensor) -> None:
+    """In place, the sum of the ranks' tensors. A process alone asks nobody: gloo would copy large
+    tensors in a thread of its own, with OpenMP threads of its own; those are then more than the
+    cores, so libgomp's no longer spin, and everything that is parallel takes twice the time."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
+
+
+def shared_map(function: Callable, items: list) -> list:
+    """[function(item) for item in items]; each rank computes its share."""
+    return gather([function(item) for item in share(items)])
+
+
+def from_main(function: Callable):
+    """What function() returns on rank 0, on every rank."""
+    return gather([function()] if dist.get_rank() == 0 else [])[0]
+
+
+# ---- draws ---------------------------------------------------------------------------------------
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed for one purpose, e.g. seed_of(seed, iteration, "rollouts")."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
+
+
+def draw(num_items: int, start: int, count: int, *seed: int | str) -> list[int]:
+    """Items start ... start + count - 1 of an endless stream of shuffled epochs: no repeats inside
+    an epoch, the same on every rank, and nothing to skip on resume."""
+    indices: list[int] = []
+    while len(indices) < count:
+        epoch, position = divmod(start + len(indices), num_items)
+        order = shuffled(num_items, seed_of(*seed, epoch, "epoch"))
+        indices += order[position : position + count - len(indices)]
+    return indices
+
+
+@functools.lru_cache(maxsize=4)  # an epoch of many draws is shuffled once
+def shuffled(num_items: int, seed: int) -> tuple[int, ...]:
+    order = list(range(num_items))
+    random.Random(seed).shuffle(order)
+    return tuple(order)
+
+
+def minibatches(num_items: int, size: int, *seed: int | str) -> list[list[int]]:
+    """All items, shuffled, in lists of `size`; the same on every rank."""
+    order = draw(num_items, 0, num_items, *seed)
+    return [order[first : first + size] for first in range(0, num_items, size)]

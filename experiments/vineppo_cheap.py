@@ -1,0 +1,382 @@
+"""VinePPO with fewer rollouts: a fork of vineppo.py (run `diff` on the two to see it whole).
+
+    A(i) = sum_j smoothing^|i-j| (V(s_{j+1}) - V(s_j))     a step also gets credit of its neighbours
+    V(s_0) = mean of its K rollouts and of the other G - 1 responses         --reuse-responses
+    states behind the first --max-steps-valued are not valued: their steps join the last valued one
+    equal states have rollouts of their own                                  --no-share-rollouts
+
+    python -m experiments.vineppo_cheap --k 3 --smoothing 0.5 --reuse-responses
+    torchrun --nproc-per-node 8 -m experiments.vineppo_cheap --k 3          docs/credit.md has more
+
+Shapes: P prompts, G responses per prompt, B = P * G, T tokens of the longest response, S steps of
+a response, L tokens of the longest prompt + response, K rollouts.
+Tensors of tokens are (B, T): response only, padded on the right, index t = response token t.
+b_ is the whole batch, mb_ a minibatch; every rank has all of both. Ranks share the work inside of
+common/; small letters in shapes are parts of a batch.
+
+Left out on purpose: value network, reward model, LoRA, entropy bonus, adaptive KL, async sampling.
+"""
+
+# ==== 1. imports ==================================================================================
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from common import batches, data, engines, flags, grading, ranks, run, sampling, steps
+
+
+# ==== 2. arguments (model, task, engines, evaluation, checkpoints: common/flags.py) ===============
+@dataclass
+class Args(flags.Training):
+    # sampling
+    num_prompts: int = 8
+    """per iteration, all ranks"""
+    group_size: int = 8
+    """responses per prompt (TRL: num_generations, verl: rollout.n)"""
+    max_response_len: int = 80
+    """tokens, EOS included"""
+    temperature: float = 0.6
+    """of sampling, and of every log-prob of the trainer"""
+    top_p: float = 1.0
+    """nucleus sampling; below 1 the sampler's distribution is not the trainer's"""
+
+    # optimisation
+    num_iterations: int = 20
+    """each samples, then updates; the learning rate falls to 0 over them"""
+    learning_rate: float = 6e-5
+    """peak, after a linear warm-up"""
+    warmup_fraction: float = 0.03
+    """of all gradient steps"""
+    update_epochs: int = 2
+    """passes over an iteration's responses (TRL: num_iterations, verl: ppo_epochs)"""
+    minibatch_size: int = 16
+    """responses per gradient step, all ranks (verl: ppo_mini_batch_size * rollout.n)"""
+    max_grad_norm: float = 1.0
+
+    # policy loss
+    clip_coef: float = 0.2
+    kl_coef: float = 1e-4
+    """times the mean over responses of the SUM over tokens of the KL estimate"""
+
+    # advantage estimation
+    k: int = 9
+    """rollouts per state"""
+    smoothing: float = 0.0
+    """a step's credit also goes to its neighbours d steps away, times smoothing^d: less noise where
+    K is small, as unbiased (docs/credit.md)"""
+    reuse_responses: bool = False
+    """the other responses of a prompt count as rollouts from it"""
+    max_steps_valued: int = 0
+    """later steps join the last valued one; 0: no cap"""
+    share_rollouts: bool = True
+    """value equal states once. Sharers get the same noise: turn it off where they are many"""
+
+
+# ==== 3. advantages ===============================================================================
+def compute_advantages(
+    rewards: torch.Tensor,
+    step_values: list[list[float]],
+    step_ends: list[list[int]],
+    response_mask: torch.Tensor,
+    smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Eq. 6: the change in value over a step, for each of its tokens; a step also gets smoothing^d
+    of the change over each step d before or behind it (docs/credit.md).
+
+    rewards (B,); step_values (B, S) of the states in which steps start, ragged; step_ends (B, S)
+    the token offsets at which they end; response_mask (B, T) -> advantages (B, T), 0 on padding.
+    """
+    advantages = torch.zeros_like(response_mask)
+    for row, (values, ends) in enumerate(zip(step_values, step_ends, strict=True)):
+        changes = torch.tensor([*values, rewards[row].item()]).diff()
+        step = torch.arange(len(ends))
+        changes = changes @ (smoothing ** (step[:, None] - step).abs()).to(changes)  # 0^0 is 1
+        for start, end, change in zip([0, *ends[:-1]], ends, changes, strict=True):
+            advantages[row, start:end] = change
+    return advantages
+
+
+def add_responses(
+    step_values: list[list[float]], rewards: torch.Tensor, k: int, group_size: int
+) -> list[list[float]]:
+    """(B, S) values by K rollouts, ragged, and rewards (B,) -> the same, but for the prompts, of
+    which the other G - 1 responses of the group are rollouts too."""
+    groups = rewards.view(-1, group_size)
+    others = (groups.sum(dim=1, keepdim=True) - groups).flatten().tolist()  # (B,)
+    rows = zip(step_values, others, strict=True)
+    return [[(k * v + others) / (k + group_size - 1), *rest] for (v, *rest), others in rows]
+
+
+def whiten(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) -> (B, T), mean 0 and variance 1 over all response tokens; all equal gives 0. (The
+    official code does this per micro-batch, so its result depends on how the batch is cut.)"""
+    values = advantages[response_mask.bool()]
+    if values.max() == values.min():
+        return torch.zeros_like(advantages)
+    return (advantages - values.mean()) / (values.var() + 1e-8).sqrt() * response_mask
+
+
+# ==== 4. log-probs, loss, schedule ================================================================
+def compute_logprobs(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    response_mask: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. The one place
+    where logits are shifted against tokens; padding is on the right, where attention never looks.
+    """
+    output = model(input_ids, output_hidden_states=True, logits_to_keep=1, use_cache=False)
+    row, t = response_mask.nonzero(as_tuple=True)  # (N,), (N,): the N response tokens
+    position = prompt_lens[row] + t
+    hidden = output.hidden_states[-1][row, position - 1]  # (N, H): a token is predicted one before
+    head = model.get_output_embeddings()
+    logprobs = engines.score(head, hidden, input_ids[row, position], temperature)
+    return torch.zeros_like(response_mask).index_put((row, t), logprobs)
+
+
+def compute_policy_loss(
+    new_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    num_tokens: int,
+    num_responses: int,
+    clip_coef: float,
+    kl_coef: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A micro-batch's part of its minibatch's loss, and sums over its tokens for the log.
+
+    Tensors are (b, T). The denominators count the whole minibatch, all ranks and micro-batches, so
+    the gradient does not depend on how it was cut: tokens for the surrogate, responses for the KL.
+    """
+    logratio = new_logprobs - old_logprobs
+    ratio = logratio.exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    surrogate = torch.min(advantages * ratio, advantages * clipped)
+    # KL to the reference, k3, summed over tokens as in Eq. 8: a mean over tokens would be weaker by
+    # the response's length. Its gradient on samples of the policy is that of KL(reference, policy).
+    # Clamped to 10 as in the official code; the clamp of d keeps exp finite where that one is flat.
+    d = (ref_logprobs - new_logprobs).clamp(-20, 20)
+    kl = (d.exp() - d - 1).clamp(0, 10)
+    loss = kl_coef * (kl * response_mask).sum() / num_responses
+    loss = loss - (surrogate * response_mask).sum() / num_tokens
+    sums = {
+        "loss/policy": -surrogate,
+        "policy/kl": kl,
+        "policy/kl_clamped": (kl == 10).float(),
+        "policy/approx_kl": ratio - 1 - logratio,
+        "policy/clip_fraction": ((ratio - 1).abs() > clip_coef).float(),
+        "policy/ratio": ratio,
+    }
+    return loss, {name: (x.detach() * response_mask).sum() for name, x in sums.items()}
+
+
+def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction: float) -> float:
+    """Linear warm-up, then linear to 0. (The official warm-up is logarithmic.)"""
+    warmup = max(1, math.ceil(warmup_fraction * num_updates))
+    return peak * min((update + 1) / warmup, (num_updates - update) / max(1, num_updates - warmup))
+
+
+# ==== 5. set-up ===================================================================================
+def main(args: Args) -> None:
+    # flags and files first: a mistake should not wait for the engines
+    _, world_size, device = ranks.set_up()
+    num_responses = args.num_prompts * args.group_size  # B
+    flags.check(args, num_responses)
+    logger = run.Run(__file__, args)
+    problems, eval_problems = data.load(args, "train"), data.load(args, "validation")
+    task = data.TASKS[args.task]
+    tokenizer = engines.load_tokenizer(args)
+    problems, prompts = data.fit(args, problems, tokenizer)
+    eval_problems, eval_prompts = data.fit(args, eval_problems, tokenizer)
+
+    sampler = sampling.Sampler(args, tokenizer)
+    model = engines.load_model(args, tokenizer)
+    ref_model = copy.deepcopy(model)  # stays on the host
+    policy = engines.initialize(model, args)
+    trained = {"policy": policy}
+
+    # ==== 5.1 start, or go on from the newest checkpoint ==========================================
+    start = logger.open(trained, args.num_iterations)
+    sampler.wake(policy.module)
+    updates_per_iteration = args.update_epochs * num_responses // args.minibatch_size
+    num_updates = args.num_iterations * updates_per_iteration
+    ranks.say(flags.describe_batch(args))
+
+    for iteration in range(start, args.num_iterations):
+        metrics: dict[str, float] = {}
+
+        # ==== 6.1 draw prompts: each stands G times in a row ======================================
+        drawn = ranks.draw(len(problems), iteration * args.num_prompts, args.num_prompts, args.seed)
+        b_problem = [index for index in drawn for _ in range(args.group_size)]
+        b_prompt_ids = [prompts[index] for index in b_problem]
+        b_answer = [problems[index].answer for index in b_problem]
+
+        # ==== 6.2 sample responses ================================================================
+        logger.phase("sample")
+        groups = sampler.generate(
+            [prompts[index] for index in drawn],
+            n=args.group_size,
+            max_tokens=[args.max_response_len] * args.num_prompts,
+            temperature=args.temperature,
+            seed=(args.seed, iteration, "sample"),
+            logprobs=True,
+        )
+        samples = [sample for group in groups for sample in group]
+        b_response_ids = [sample.ids for sample in samples]
+        metrics |= sampling.describe(samples)
+
+        # ==== 6.3 rewards (B,): 1 for a right answer; a response that was cut off never has one ===
+        logger.phase("grade")
+        b_rewards = torch.tensor(grading.grade_all(tokenizer, samples, b_answer, task.grading_rule))
+        metrics["rollout/reward"] = b_rewards.mean().item()
+
+        # ==== 6.4 old log-probs (B, T); the sampler's must be the same ============================
+        logger.phase("logprobs")
+        batch = batches.Batch(b_prompt_ids, b_response_ids, args.micro_batch_tokens, device)
+        response_mask = batch.response_mask
+        old_logprobs = batch.map(lambda *x: compute_logprobs(policy, *x, args.temperature))
+        metrics["policy/sampler_gap"] = sampling.measure_gap(samples, old_logprobs, response_mask)
+        metrics["tokens/padding"] = batch.count_padding()
+
+        # ==== 6.5 advantages: K rollouts from the prompt and from each state between two steps ====
+        logger.phase("split")
+        step_ends = ranks.shared_map(  # (B, S), ragged
+            lambda ids: steps.split_steps(ids, tokenizer, task.step_rule), b_response_ids
+        )
+        cap = args.max_steps_valued or batch.response_mask.shape[1]
+        step_ends = [ends[:-1][: cap - 1] + ends[-1:] for ends in step_ends]
+        owners = [-1 if args.share_rollouts else row for row in range(num_responses)]
+        b_states = [  # (B, S), ragged: the owner, the problem and the steps so far
+            [(owner, problem, *ids[:start]) for start in [0, *ends[:-1]]]
+            for owner, problem, ids, ends in zip(
+                owners, b_problem, b_response_ids, step_ends, strict=True
+            )
+        ]
+        # Equal states are valued once. They stand in order along the responses, so that the engine
+        # finds most of each in its prefix cache.
+        states = list(dict.fromkeys(state for visited in b_states for state in visited))
+
+        logger.phase("rollouts")
+        groups = sampler.generate(
+            [prompts[problem] + prefix for _, problem, *prefix in states],
+            n=args.k,
+            # what is left of the episode. (The official code gives a rollout a fresh limit, which
+            # makes it the value of another episode than the one that is trained on.)
+            max_tokens=[args.max_response_len - len(prefix) for _, _, *prefix in states],
+            temperature=args.temperature,
+            seed=(args.seed, iteration, "rollouts"),
+        )
+        logger.phase("grade")
+        episodes = [  # each state and how it went on
+            rollout._replace(ids=prefix + rollout.ids)
+            for (_, _, *prefix), group in zip(states, groups, strict=True)
+            for rollout in group
+        ]
+        answers = [problems[problem].answer for _, problem, *_ in states for _ in range(args.k)]
+        rewards = grading.grade_all(tokenizer, episodes, answers, task.grading_rule)
+        firsts = range(0, len(rewards), args.k)
+        means = [sum(rewards[first : first + args.k]) / args.k for first in firsts]  # Eq. 5
+        values = dict(zip(states, means, strict=True))
+        step_values = [[values[state] for state in visited] for visited in b_states]  # (B, S)
+        if args.reuse_responses:
+            step_values = add_responses(step_values, b_rewards, args.k, args.group_size)
+        advantages = compute_advantages(
+            b_rewards, step_values, step_ends, response_mask, args.smoothing
+        )
+        b_advantages = whiten(advantages, response_mask)
+        state_values = torch.tensor(means)
+        metrics["adv/value"] = state_values.mean().item()
+        metrics["adv/undecided"] = ((state_values > 0) & (state_values < 1)).float().mean().item()
+        metrics["adv/states"] = len(states)
+        metrics["tokens/rollouts"] = sum(len(rollout.ids) for group in groups for rollout in group)
+
+        # ==== 6.6 reference log-probs (B, T); update: epochs x minibatches x micro-batches ========
+        logger.phase("logprobs")
+        sampler.sleep()  # or a GPU may have no room for the reference model
+        with engines.lend(ref_model, device):
+            ref_logprobs = batch.map(lambda *x: compute_logprobs(ref_model, *x, args.temperature))
+        record = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        record |= {"advantages": b_advantages, "input_ids": batch.input_ids, "mask": response_mask}
+        logger.check(metrics, **record)
+
+        logger.phase("update")
+        updates: list[dict[str, float]] = []
+        for epoch in range(args.update_epochs):
+            for mb_rows in ranks.minibatches(
+                num_responses, args.minibatch_size, args.seed, iteration, epoch
+            ):
+                mb_tokens = max(1, sum(batch.response_lens[row] for row in mb_rows))
+                mb_sums: dict[str, torch.Tensor] = {}
+                passes = batch.passes(mb_rows)
+                for i, (rows, weight) in enumerate(passes):
+                    *inputs, old, ref, adv = batch.take(
+                        rows, old_logprobs, ref_logprobs, b_advantages
+                    )
+                    loss, sums = compute_policy_loss(
+                        compute_logprobs(policy, *inputs, args.temperature),
+                        old,
+                        ref,
+                        adv,
+                        inputs[-1] * weight,
+                        mb_tokens,
+                        args.minibatch_size,
+                        args.clip_coef,
+                        args.kl_coef,
+                    )
+                    policy.set_gradient_accumulation_boundary(i == len(passes) - 1)
+                    policy.backward(loss * world_size)  # DeepSpeed takes the mean over ranks
+                    mb_sums = {name: mb_sums.get(name, 0) + x for name, x in sums.items()}
+                totals = torch.stack(list(mb_sums.values())).cpu()
+                dist.all_reduce(totals)
+                means = dict(zip(mb_sums, (totals / mb_tokens).tolist(), strict=True))
+                update = iteration * updates_per_iteration + len(updates)
+                lr = learning_rate_at(update, num_updates, args.learning_rate, args.warmup_fraction)
+                means["learning_rate"] = lr
+                means["policy/skipped"] = float(means["policy/ratio"] > 10)  # as the official code
+                if means["policy/skipped"]:
+                    engines.discard_gradients(policy)
+                else:
+                    means["policy/grad_norm"] = engines.step(policy, lr)
+                logger.check(means, **record, minibatch=torch.tensor(mb_rows))
+                updates.append(means)
+
+        # ==== 6.7 weights to the sampler ==========================================================
+        logger.phase("sync")
+        sampler.wake(policy.module)
+
+        # ==== 6.8 log, evaluate, save =============================================================
+        done = iteration + 1
+        is_last = done == args.num_iterations
+        metrics |= run.mean_of(updates)
+        if args.eval_every and (done % args.eval_every == 0 or is_last):
+            logger.phase("evaluate")
+            seed = ranks.seed_of(args.seed, iteration, "evaluate")
+            scores = sampler.evaluate(eval_problems, eval_prompts, task.grading_rule, seed)
+            metrics["eval/pass@1"] = sum(scores) / len(scores)
+        metrics["policy/weight_distance"] = engines.weight_distance(policy.module, ref_model)
+        logger.log(done, metrics)
+        spread = [max(values) - min(values) for values in step_values]
+        for row in [spread.index(max(spread)), *range(0, num_responses, args.group_size)[:3]]:
+            logger.episode(
+                done,
+                problems[b_problem[row]].prompt,
+                steps.step_texts(b_response_ids[row], step_ends[row], tokenizer),
+                step_values[row],
+                [advantages[row, end - 1].item() for end in step_ends[row]],
+                b_rewards[row].item(),
+            )
+        if done % args.save_every == 0 or is_last or logger.stopping:
+            logger.save(done, trained, policy.module, tokenizer)
+    logger.close()
+
+
+# ==== 7. run ======================================================================================
+if __name__ == "__main__":
+    main(flags.parse(Args))

@@ -1,0 +1,110 @@
+"""GSM8K and MATH: the same splits, whether they come from the hub or from a folder."""
+
+import functools
+import hashlib
+import json
+import os
+import re
+
+from common import UsageError, ranks, require
+from common.grading import check_answer
+from common.jsonl import check_row, read_jsonl
+from mathequal.boxes import extract_boxed
+
+PROMPT = "[MATH_TASK] Problem:\n{problem}\n\nSolution:"  # as the official configs write it
+SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra")
+SUBJECTS += ("number_theory", "prealgebra", "precalculus")
+MATH = "EleutherAI/hendrycks_math"
+HUB = {  # the (dataset, config, split)s that make up a file
+    ("gsm8k", "train"): [("openai/gsm8k", "main", "train")],
+    ("gsm8k", "test"): [("openai/gsm8k", "main", "test")],
+    ("math", "train"): [(MATH, one, split) for one in SUBJECTS for split in ("train", "test")],
+    ("math", "test"): [("HuggingFaceH4/MATH-500", "default", "test")],
+}
+FIELDS = {"gsm8k": ("question", "answer"), "math": ("problem", "solution")}
+
+
+@functools.cache  # one file holds two splits
+def load_mathematics(task: str, file: str, data_dir: str) -> tuple[dict[str, list[tuple]], int]:
+    """{split: (prompt, answer, solution)s} of the file "train" or "test", and how many validation
+    problems are not there.
+
+    GSM8K: 7,100 / 373 / 1,319 problems; MATH: 11,498 / 500 / 500 (11,500 less two whose box is
+    empty), in the order of their fingerprints, which is the same wherever the rows come from.
+    splits.json has the fingerprints of those for validation (the paper's choice is not known; ours
+    are the smallest) and for the test (of the 12,500 of MATH: MATH-500).
+    """
+    where = os.path.join(data_dir, f"{file}.jsonl") if data_dir else f"{task} from the hub"
+    rows = read_jsonl(where, FIELDS[task]) if data_dir else read_hub(task, file)
+    with open(os.path.join(os.path.dirname(__file__), "splits.json")) as stream:
+        known = json.load(stream)[task]
+    found = sorted(
+        (fingerprint(row[FIELDS[task][0]]), *parse(task, row), row["where"]) for row in rows
+    )
+    keys = {key for key, *_ in found}
+    missing = {name: len({*known[name]} - keys) for name in known}
+    if file == "test":
+        strangers = len(keys - {*known["test"]})
+        require(
+            not missing["test"] and not strangers,
+            f"{where}: not the test set of {task}: {missing['test']} of its {len(known['test'])} "
+            f"problems are missing, {strangers} others are there (--task jsonl is for your own)",
+        )
+    else:  # the test problems are in it, to be taken out, or they are not; nothing between
+        require(
+            missing["test"] in (0, len(known["test"])),
+            f"{where}: only {len(known['test']) - missing['test']} of the {len(known['test'])} "
+            "test problems are recognized in it: the others may stand there in another wording, "
+            "and would be trained on",
+        )
+    split_of = {key: name for name in known for key in known[name]}
+    splits: dict[str, list[tuple]] = {"train": [], "validation": [], "test": []}
+    for key, prompt, answer, solution, _ in found:
+        if answer:
+            splits[split_of.get(key, "train")].append((prompt, answer, solution))
+    counts = [f"{len(problems)} {name}" for name, problems in splits.items() if problems]
+    unusable = [place for _, _, answer, _, place in found if not answer]
+    if unusable:
+        counts.append(f"{len(unusable)} without an answer ({', '.join(unusable[:3])})")
+    ranks.say(f"{where}, {len(rows)} rows: {', '.join(counts)}")
+    return splits, missing["validation"]
+
+
+def fingerprint(text: str) -> str:
+    """16 hexadecimal digits that spaces, line ends and their number do not change."""
+    return hashlib.sha256("".join(text.split()).encode()).hexdigest()[:16]
+
+
+def parse(task: str, row: dict) -> tuple[str, str, str]:
+    """(prompt, answer, solution) of a row. The last box of MATH that is not empty has the answer;
+    without one it is "", and the row unusable."""
+    if task == "math":
+        answer = row.get("answer") or extract_boxed(row["solution"]) or ""
+        text, solution = row["problem"], row["solution"]
+    else:
+        # "48/2 = <<48/2=24>>24": a model should not learn to write the calculator's notes.
+        text, solution = row["question"], re.sub(r"<<.*?>>", "", row["answer"], flags=re.DOTALL)
+        _, marker, answer = solution.rpartition("####")
+        require(marker, f"{row['where']}: the answer has no '####' before its number")
+        check_answer("####", answer, row["where"])
+        answer = answer.strip()
+    return PROMPT.format(problem=text.strip()), answer, f"\n{solution}\n"
+
+
+def read_hub(task: str, file: str) -> list[dict]:
+    """Rows as `read_jsonl` gives them; on the first call `datasets` downloads them to its cache."""
+    from datasets import load_dataset  # seconds
+
+    rows = []
+    for name, config, split in HUB[task, file]:
+        try:
+            loaded = load_dataset(name, config, split=split)
+        except Exception as error:  # of any kind: of the network, of the hub, of the files
+            raise UsageError(
+                f"--task {task}: {name} could not be loaded from the hub "
+                f"({' '.join(str(error).split())[:200]}): run this once where there is a network, "
+                "or name a folder with train.jsonl and test.jsonl with --data-dir"
+            ) from None
+        place = f"{name}/{config}/{split}"
+        rows += [check_row(row, FIELDS[task], f"{place}:{i}") for i, row in enumerate(loaded, 1)]
+    return rows
