@@ -319,7 +319,7 @@ def put_on_hub(folder, files):
 
 @pytest.mark.slow
 @needs_data
-@pytest.mark.parametrize("task", ["gsm8k", "math"])
+@pytest.mark.parametrize("task", ["gsm8k", pytest.param("math", marks=pytest.mark.soak)])
 def test_the_hub_gives_the_same_splits(task, tmp_path):
     """The real code, `datasets` included, on the hub's own layout and another order of rows."""
     train, test = (read_jsonl(f"{DATA}/{task}/{name}.jsonl") for name in ("train", "test"))

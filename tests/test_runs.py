@@ -258,6 +258,7 @@ def test_what_may_change_on_a_resume_changes_no_result():
     assert {*flags.FREE} == free
 
 
+@pytest.mark.soak  # tests/test_second.py computes two ranks a second time there, too
 def test_two_ranks_with_nine_rollouts_draw_the_same_prompts(finished, sft_model, tmp_path):
     folder = tmp_path / "two"
     arguments = ["--model", sft_model, "--output-dir", str(folder), "--num-prompts", "4"]
@@ -387,7 +388,7 @@ def test_two_ranks_make_the_gradients_of_one(recorded, replayed, script):
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [
-        ("small", 1, ["--micro-batch-tokens", "200"]),
+        pytest.param("small", 1, ["--micro-batch-tokens", "200"], marks=pytest.mark.soak),
         ("two_ranks_zero_2", 2, ["--micro-batch-tokens", "250", "--zero-stage", "2"]),
     ],
 )

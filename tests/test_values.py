@@ -128,7 +128,7 @@ def tabular():
     table /= table.sum(dim=-1, keepdim=True)
     ranks.set_up()
     tokenizer = chain.make_tokenizer()
-    args = values.Args(num_prompts=40, num_states=300, num_actions=60)
+    args = values.Args(num_prompts=40, num_states=250, num_actions=50)
     return table, values.Prober(args, TabularPolicy(table, tokenizer), tokenizer)
 
 
