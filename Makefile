@@ -1,5 +1,5 @@
 # make demo      see VinePPO learn: set-up, SFT, training, held-out accuracy before and after
-# make test      all tests (six minutes)     make soak   the long trials     make quick   without engines
+# make test      all tests (five minutes)     make soak   the long trials     make quick   without engines
 # make compare   every method, a grid of learning rates, three seeds; hours
 # make compare-quick   one seed at the scripts' own learning rates; quarter of an hour
 # make figures   value accuracy, K, temperature, from the runs of either; an hour
@@ -11,13 +11,16 @@ PYTHON ?= python3
 demo: .venv/installed
 	.venv/bin/python -m recipes.demo
 
+# two processes with a thread each, a file of tests in one of them
+PYTEST = OMP_NUM_THREADS=1 TEST_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile
+
 quick: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest -q -m "not soak and not slow"
+	$(PYTEST) -m "not soak and not slow"
 
 test: quick
-	.venv/bin/python -m pytest -q -m "slow and not soak"
+	$(PYTEST) -m "slow and not soak" tests/test_runs.py tests
 
 soak: .venv/installed
 	FUZZ_TIMES=40 .venv/bin/python -m pytest -q tests/test_fuzz.py

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import filelock
 import pytest
 
 from tasks import chain
@@ -114,12 +115,15 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def sft_model(tmp_path_factory) -> str:
     """A third of the default SFT: enough for some rewards, in half a minute. SFT_MODEL: one that
-    was made before."""
+    was made before. Of processes that test at a time one makes it."""
     if "SFT_MODEL" in os.environ:
         return os.environ["SFT_MODEL"]
-    folder = tmp_path_factory.mktemp("sft")
-    call("sft.py", "--num-epochs", "0.24", "--output-dir", str(folder))
-    return str(folder / "hf")
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    with filelock.FileLock(shared / "sft.lock"):
+        if not (shared / "sft/finished").exists():
+            call("sft.py", "--num-epochs", "0.24", "--output-dir", str(shared / "sft"))
+    return str(shared / "sft/hf")
 
 
 @pytest.fixture(scope="session")

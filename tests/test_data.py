@@ -358,10 +358,11 @@ def test_without_a_network(tmp_path):
 # ---- prompts -------------------------------------------------------------------------------------
 
 
-def test_prompts_that_are_too_long_are_dropped_or_refused():
+def test_prompts_that_are_too_long_are_dropped_or_refused(capsys):
     tokenizer = chain.make_tokenizer()
     problems = [data.Problem("1+2=?\n", "3", None), data.Problem("1+2+3=?\n", "6", None)]
     kept, ids = data.encode_prompts(problems, tokenizer, 6)
+    assert capsys.readouterr().out == "1 of 2 problems dropped: too long (in tokens)\n"
     assert kept == problems[:1] and len(ids) == 1 and len(ids[0]) == 6
     with pytest.raises(UsageError, match="all 2 prompts have more than 5 tokens"):
         data.encode_prompts(problems, tokenizer, 5)

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 
-from tests.conftest import ROOT, copy_of_the_project, read_jsonl
+from tests.conftest import ROOT, copy_of_the_project, quiet_environment, read_jsonl
 
 
 def test_the_page_works(sft_model, tmp_path):
@@ -15,7 +15,9 @@ def test_the_page_works(sft_model, tmp_path):
     os.symlink(sft_model, tmp_path / "runs/sft/hf")
 
     def do(words, text=None):
-        result = subprocess.run(words, cwd=tmp_path, input=text, capture_output=True, text=True)
+        result = subprocess.run(
+            words, cwd=tmp_path, env=quiet_environment(), input=text, capture_output=True, text=True
+        )
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
     with open(f"{ROOT}/docs/fork.md") as file:

@@ -32,11 +32,11 @@ from tests.test_runs import (
     FAST,
     HANG,
     SCRIPTS,
-    check_parity,
     check_same,
     check_same_run,
     end_at,
 )
+from tests.test_sampler import check_parity
 
 pytestmark = pytest.mark.soak
 DATA = os.path.join(ROOT, "../shared/data")
