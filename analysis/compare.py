@@ -112,7 +112,8 @@ def plan(wanted: list[tuple], folder: str) -> tuple[Runs, dict[str, list[str]]]:
     for key in wanted:
         method, rate, seed, *flags = key
         suffix = "".join(flags).replace("--", "-")
-        path = runs[key] = f"{folder}/{method}-lr{rate:g}-seed{seed}{suffix}"
+        name = method.removesuffix("_cheap")  # its flags tell a fork's runs apart
+        path = runs[key] = f"{folder}/{name}-lr{rate:g}-seed{seed}{suffix}"
         is_fork = method not in METHODS
         command = ["-m", f"experiments.{method}"] if is_fork else [f"{method}.py"]
         command += ["--model", f"{SFT}/hf", "--output-dir", path]

@@ -185,6 +185,19 @@ def test_runs_of_another_origin_are_refused(tmp_path, monkeypatch):
         compare.train(wanted, str(tmp_path), 1, None)
 
 
+def test_a_fork_runs_as_a_module_and_its_runs_keep_their_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "SFT", str(tmp_path))
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/model.safetensors").write_bytes(b"weights")
+    flags = ("--no-share-rollouts", "--k", "3")
+    key = ("vineppo_cheap", 6e-5, 1, *flags)
+    runs, commands = compare.plan([key], str(tmp_path))
+    path = f"{tmp_path}/vineppo-lr6e-05-seed1-no-share-rollouts-k3"
+    assert runs == {key: path} and [*commands] == [f"{path}.log"]
+    command = commands[f"{path}.log"]
+    assert command[:2] == ["-m", "experiments.vineppo_cheap"] and {*flags, path} <= {*command}
+
+
 def test_a_failing_run_is_named_and_stops_the_rest(tmp_path):
     bar = SimpleNamespace(n=0, total=0, update=lambda: None, set_postfix_str=lambda _: None)
     commands = {f"{tmp_path}/{i}.log": ["-c", f"import sys; sys.exit({i == 1})"] for i in range(50)}
