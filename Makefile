@@ -4,10 +4,11 @@
 # make compare-quick   one seed at the scripts' own learning rates; quarter of an hour
 # make figures   value accuracy, K, temperature, from the runs of either; an hour
 # make bench     where an iteration's time goes, and against TRL; half an hour
+# make gpu-check what only a GPU can show, on a machine that has one; ten minutes
 # make install   the set-up alone: .venv with what this machine needs
 PYTHON ?= python3
 
-.PHONY: demo quick test soak install compare compare-quick figures bench
+.PHONY: demo quick test soak gpu-check install compare compare-quick figures bench
 demo: .venv/installed
 	.venv/bin/python -m recipes.demo
 
@@ -20,11 +21,14 @@ quick: .venv/installed
 	$(PYTEST) -m "not soak and not slow"
 
 test: quick
-	$(PYTEST) -m "slow and not soak" tests/test_runs.py tests
+	$(PYTEST) -m "slow and not soak" tests/test_runs.py tests/test_second.py tests
 
 soak: .venv/installed
 	FUZZ_TIMES=40 .venv/bin/python -m pytest -q tests/test_fuzz.py
 	.venv/bin/python -m pytest -q -s -m soak
+
+gpu-check: .venv/installed
+	@.venv/bin/python -m tests.gpu
 
 compare: .venv/installed
 	.venv/bin/python -m analysis.compare

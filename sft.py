@@ -52,6 +52,36 @@ class Args(flags.Model, flags.Run):
     """steps between checkpoints; the last step always has one"""
 
 
+# ==== 3. targets ==================================================================================
+def encode_solutions(
+    problems: list[data.Problem], tokenizer, max_len: int
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, solution ids with EOS) of the problems that have at most `max_len` tokens.
+
+    A solution is encoded behind its prompt, as sampling writes it: some tokenizers put a space mark
+    before a text that stands alone. Only where its first characters would join the last token of
+    the prompt, which sampling has already, it is encoded alone. Raises UsageError when nothing is
+    left.
+    """
+    for problem in problems:
+        flags.require(problem.solution, f'no "solution" to learn from for {problem.prompt!r:.60}')
+    pairs = []
+    for problem, prompt in zip(problems, data.encode(problems, tokenizer), strict=True):
+        text = problem.prompt + problem.solution
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        solution = ids[len(prompt) :]
+        if ids[: len(prompt)] != prompt:
+            solution = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
+            if tokenizer.decode(prompt + solution[1:], skip_special_tokens=True) == text:
+                solution = solution[1:]  # without the space mark
+        pairs.append((prompt, [*solution, tokenizer.eos_token_id]))
+    kept = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= max_len]
+    what = f"all {len(pairs)} problems have more than --max-model-len {max_len} tokens"
+    flags.require(kept or not pairs, what)
+    data.say_dropped(len(pairs), len(kept))
+    return kept
+
+
 # ==== 4. log-probs, schedule ======================================================================
 def compute_logprobs(
     model: torch.nn.Module,
@@ -92,8 +122,8 @@ def main(args: Args) -> None:
         model = chain.make_model(tokenizer, args.seed)
     else:
         tokenizer = engines.load_tokenizer(args)
-    sequences = data.encode_solutions(problems, tokenizer, args.max_model_len)
-    eval_sequences = data.encode_solutions(eval_problems, tokenizer, args.max_model_len)
+    sequences = encode_solutions(problems, tokenizer, args.max_model_len)
+    eval_sequences = encode_solutions(eval_problems, tokenizer, args.max_model_len)
 
     if args.model != "embedded":
         model = engines.load_model(args, tokenizer)

@@ -31,6 +31,7 @@ import tyro
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+import sft
 from analysis.curves import read_metrics
 from common import UsageError, data, require
 from recipes.demo import SFT, make_launcher, make_sft
@@ -215,7 +216,7 @@ def measure_kl(curves: dict[str, list[dict[str, float]]], temperature: float = 0
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(f"{SFT}/hf")
     problems = data.load_problems("chain", "validation")[:100]
-    encoded = data.encode_solutions(problems, tokenizer, 128)
+    encoded = sft.encode_solutions(problems, tokenizer, 128)
     input_ids = pad_sequence([torch.tensor(p + r) for p, r in encoded], batch_first=True)
     position = torch.arange(input_ids.shape[1])
     first = torch.tensor([len(p) - 1 for p, _ in encoded])[:, None]  # predicts the first token

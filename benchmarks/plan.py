@@ -415,6 +415,14 @@ def main(args: Args) -> None:
     print(f"{whole:.1f} GiB with --overhead: {verdict} a GPU of {args.gpu_memory:g} GiB")
     if not fits:
         print("\n".join(advise(s, args)) or "  nothing that was tried fits")
+    # as common/checkpoints.py counts: hf/, weights, float32 weights, Adam's two moments
+    checkpoint = 16 * (total + s.critic * sum(count(s.model, s.critic))) / 1e9
+    disk = checkpoint * (script.keep_checkpoints + 1.25)
+    kept = f"--keep-checkpoints {script.keep_checkpoints}"
+    print(
+        f"a checkpoint has {checkpoint:.0f} GB; {kept}, one in writing and the best one's weights: "
+        f"{disk:.0f} GB of disk"
+    )
 
     typical = TYPICAL.get(script.task, (0, 0, 0))
     given = args.prompt_len, args.response_len, args.steps

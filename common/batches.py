@@ -1,5 +1,6 @@
 """A batch of sequences, computed in micro-batches by all ranks together."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -14,15 +15,24 @@ class Batch:
 
     def __init__(self, prompts: list, responses: list, max_tokens: int, device: torch.device):
         """Lists of ids. `max_tokens`: of one forward pass on a rank, padding included."""
-        sequences = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
-        self.input_ids = pad_sequence(sequences, batch_first=True)
+        sequences = zip(prompts, responses, strict=True)
+        self.sequences = [torch.tensor([*p, *r], dtype=torch.int32) for p, r in sequences]
         self.prompt_lens = torch.tensor([len(ids) for ids in prompts])
         self.response_lens = [len(ids) for ids in responses]
-        # from lengths, never from ids: EOS is a token to learn even where pad == eos
-        lengths = torch.tensor(self.response_lens)[:, None]
-        self.response_mask = (torch.arange(max(self.response_lens)) < lengths).float()
-        self.lengths = [len(ids) for ids in sequences]
+        self.lengths = [len(ids) for ids in self.sequences]
         self.max_tokens, self.device = max_tokens, device
+
+    @functools.cached_property
+    def input_ids(self) -> torch.Tensor:  # not made where nobody asks: it may be large
+        return pad_sequence(self.sequences, batch_first=True)
+
+    @functools.cached_property
+    def response_mask(self) -> torch.Tensor:
+        return self.mask(self.response_lens)
+
+    def mask(self, lengths: list[int]) -> torch.Tensor:
+        """(b,) -> (b, T); from lengths, never from ids: EOS is learnt even where pad == eos."""
+        return (torch.arange(max(self.response_lens)) < torch.tensor(lengths)[:, None]).float()
 
     def passes(self, rows: list[int]) -> list[tuple[list[int], float]]:
         """This rank's micro-batches of `rows`; see plan_passes."""
@@ -31,8 +41,9 @@ class Batch:
     def take(self, rows: list[int], *tensors: torch.Tensor) -> list[torch.Tensor]:
         """These rows of input_ids (cut to the longest of them), prompt_lens and response_mask, and
         of the `tensors` (B, T), on the device."""
-        longest = max(self.lengths[row] for row in rows)
-        own = self.input_ids[rows, :longest], self.prompt_lens[rows], self.response_mask[rows]
+        input_ids = pad_sequence([self.sequences[row] for row in rows], batch_first=True).long()
+        mask = self.mask([self.response_lens[row] for row in rows])
+        own = input_ids, self.prompt_lens[rows], mask
         return [tensor.to(self.device) for tensor in (*own, *(other[rows] for other in tensors))]
 
     @torch.no_grad()

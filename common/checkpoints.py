@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from common import RunError, engines, ranks, require
 class Checkpoints:
     """<folder>/checkpoints/iteration_<number>/ has the state of each DeepSpeed engine; hf/, the
     policy for transformers, vLLM and evaluate.py (and critic_hf/, for analysis/); settings.json;
-    and manifest.json, the digests of all these files."""
+    and manifest.json, the digests of all these files. best_<number>/ is the best one's hf/ alone:
+    seven eighths of a checkpoint are float32 weights and Adam's state."""
 
     def __init__(self, folder: str, settings: dict, keep: int):
         """`settings`: what decides the results of the run; `keep` the newest checkpoints."""
@@ -31,6 +33,22 @@ class Checkpoints:
     def iterations(self) -> list[int]:
         names = os.listdir(os.path.join(self.folder, "checkpoints"))
         return sorted(int(name[10:]) for name in names if name.startswith("iteration_"))
+
+    def check_room(self, trained: dict) -> None:
+        """Raises UsageError where the disk has no room for the checkpoints that are kept, the one
+        that is being written, and the best one's hf/."""
+        parameters = [p for engine in trained.values() for p in engine.module.parameters()]
+        # hf/ and DeepSpeed's copy of the weights, float32 weights and Adam's two moments: 16 bytes
+        # a parameter, in float32 and in bfloat16
+        size = 16 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters) / 1e9
+        needed = size * (self.keep + 1.25 - len(self.iterations()))
+        free = shutil.disk_usage(self.folder).free / 1e9
+        require(
+            needed <= free,
+            f"--output-dir {self.folder}: {free:.1f} GB free, {needed:.1f} needed: a checkpoint "
+            f"has {size:.1f} GB, --keep-checkpoints {self.keep} of them, one in writing, and the "
+            "best one's hf/",
+        )
 
     # ---- load
 
@@ -112,22 +130,27 @@ class Checkpoints:
         dist.barrier()
 
     def tidy_up(self, scores: dict[int, float]) -> None:
-        """Links hf and best to their checkpoints and removes those that are not to be kept; best
-        is the one with the highest of `scores`, by iteration."""
-        done = self.iterations()
-        best = max((i for i in done if i in scores), key=scores.__getitem__, default=done[-1])
-        self.link("hf", done[-1])
-        self.link("best", best)
-        for old in done[: -self.keep]:
-            if old != best:
-                shutil.rmtree(self.path(old))
+        """Links hf and best to the newest and to the one with the highest of `scores`, by
+        iteration; removes what is not to be kept."""
+        done, prefix = self.iterations(), os.path.join(self.folder, "checkpoints", "best_")
+        kept = {int(path.removeprefix(prefix)): path for path in glob.glob(f"{prefix}[0-9]*")}
+        choices = [iteration for iteration in sorted({*done, *kept}) if iteration in scores]
+        best = max(choices, key=scores.__getitem__, default=done[-1])
+        if best not in kept:  # the same files under a second name: no copy, no more room
+            shutil.rmtree(f"{prefix}unfinished", ignore_errors=True)
+            shutil.copytree(f"{self.path(best)}/hf", f"{prefix}unfinished", copy_function=os.link)
+            os.replace(f"{prefix}unfinished", f"{prefix}{best:06d}")
+        self.link("hf", f"{self.path(done[-1])}/hf")
+        self.link("best", f"{prefix}{best:06d}")
+        outdated = [path for iteration, path in kept.items() if iteration != best]
+        for path in [*outdated, *map(self.path, done[: -self.keep])]:
+            shutil.rmtree(path)
 
-    def link(self, name: str, iteration: int) -> None:
-        """name -> the checkpoint of this iteration; never missing, not even for a moment."""
+    def link(self, name: str, target: str) -> None:
+        """In the run's folder, name -> target; never missing, not even for a moment."""
         link = os.path.join(self.folder, name)
         if os.path.lexists(link + ".tmp"):
             os.remove(link + ".tmp")
-        target = os.path.join(self.path(iteration), "hf")
         os.symlink(os.path.relpath(target, self.folder), link + ".tmp")
         os.replace(link + ".tmp", link)
 
@@ -167,14 +190,29 @@ def read_json(path: str) -> dict:
         return {}
 
 
-def digest_files(folder: str) -> dict[str, str]:
-    """{name: SHA-256} of all files below the folder but manifest.json; each rank reads a share."""
-    paths = glob.glob(os.path.join(glob.escape(folder), "**"), recursive=True)
-    found = [os.path.relpath(path, folder) for path in paths if os.path.isfile(path)]
-    names = ranks.from_main(lambda: sorted({*found} - {"manifest.json"}))
+PIECE = 2**26  # bytes
 
-    def digest(name: str) -> str:
-        with open(os.path.join(folder, name), "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
 
-    return dict(zip(names, ranks.shared_map(digest, names), strict=True))
+def digest_files(folder: str) -> dict[str, list[str]]:
+    """{name: SHA-256 of each of its pieces} of all files below the folder but manifest.json. Ranks
+    and threads share the pieces, not the files: one may be as large as all the others."""
+
+    def list_pieces() -> list[tuple[str, int]]:  # by rank 0: a network's disk may lag elsewhere
+        paths = glob.glob(os.path.join(glob.escape(folder), "**"), recursive=True)
+        sizes = {os.path.relpath(p, folder): os.path.getsize(p) for p in paths if os.path.isfile(p)}
+        sizes.pop("manifest.json", None)
+        pieces = {name: range(0, max(1, size), PIECE) for name, size in sorted(sizes.items())}
+        return [(name, start) for name, starts in pieces.items() for start in starts]
+
+    def digest(piece: tuple[str, int]) -> str:
+        with open(os.path.join(folder, piece[0]), "rb") as file:
+            file.seek(piece[1])
+            return hashlib.sha256(file.read(PIECE)).hexdigest()
+
+    pieces = ranks.from_main(list_pieces)
+    with ThreadPoolExecutor(8) as pool:  # reading and hashing let other threads run
+        digests = ranks.gather(list(pool.map(digest, ranks.share(pieces))))
+    found: dict[str, list[str]] = {}
+    for (name, _), one in zip(pieces, digests, strict=True):
+        found.setdefault(name, []).append(one)
+    return found

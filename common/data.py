@@ -13,10 +13,9 @@ import os
 from typing import NamedTuple
 
 from common import ranks, require
-from common.grading import check_answer
-from common.jsonl import read_jsonl
 from tasks import chain
 from tasks.mathematics import load_mathematics
+from tasks.own import load_own
 
 
 class Problem(NamedTuple):
@@ -51,7 +50,7 @@ def load_problems(task: str, split: str, data_dir: str = "") -> list[Problem]:
         return [Problem(*row) for row in chain.make_problems(split)]
     if task == "jsonl":
         require(data_dir, f"--task {task} reads a folder of JSONL files: name it with --data-dir")
-        return load_own(split, data_dir)
+        return [Problem(*row) for row in load_own(split, data_dir, TASKS[task].grading_rule)]
     splits, missing = load_mathematics(task, "test" if split == "test" else "train", data_dir)
     where = data_dir or "the hub"
     require(
@@ -62,28 +61,6 @@ def load_problems(task: str, split: str, data_dir: str = "") -> list[Problem]:
     rows = splits["train" if split == "sft" else split]
     require(rows, f"{where}: no usable problem for {split}")
     return [Problem(*row) for row in rows]
-
-
-def load_own(split: str, folder: str) -> list[Problem]:
-    """Raises UsageError where a problem stands in another file of the folder too, perhaps with
-    other line ends or more spaces: what is trained on must not be evaluated on."""
-    # One file serves sft.py and the RL scripts: sft.jsonl where there is one, else train.jsonl.
-    has_sft_file = os.path.exists(os.path.join(folder, "sft.jsonl"))
-    file = "train" if split == "sft" and not has_sft_file else split
-    rows = read_jsonl(os.path.join(folder, f"{file}.jsonl"), ("prompt", "answer"))
-    for row in rows:
-        check_answer(TASKS["jsonl"].grading_rule, row["answer"], row["where"])
-    places = {tuple(row["prompt"].split()): row["where"] for row in rows}
-    for other in sorted({*SPLITS} - ({"sft", "train"} if file in ("sft", "train") else {file})):
-        path = os.path.join(folder, f"{other}.jsonl")
-        for row in read_jsonl(path, ("prompt",)) if os.path.exists(path) else ():
-            place = places.get(tuple(row["prompt"].split()))
-            require(
-                place is None,
-                f"{place}: the problem {row['prompt']!r:.60} is that of {row['where']} too: take "
-                "it out of one of them, or scores would be of problems that were trained on",
-            )
-    return [Problem(row["prompt"], row["answer"], row.get("solution")) for row in rows]
 
 
 # ---- for the scripts: problems, then prompts and solutions as ids --------------------------------
@@ -136,32 +113,3 @@ def encode(problems: list[Problem], tokenizer) -> list[list[int]]:
             "one before it: take it out of the data",
         )
     return prompt_ids
-
-
-def encode_solutions(
-    problems: list[Problem], tokenizer, max_len: int
-) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, solution ids with EOS) of the problems that have at most `max_len` tokens.
-
-    A solution is encoded behind its prompt, as sampling writes it: some tokenizers put a space mark
-    before a text that stands alone. Only where its first characters would join the last token of
-    the prompt, which sampling has already, it is encoded alone. Raises UsageError when nothing is
-    left.
-    """
-    for problem in problems:
-        require(problem.solution, f'no "solution" to learn from for {problem.prompt!r:.60}')
-    pairs = []
-    for problem, prompt in zip(problems, encode(problems, tokenizer), strict=True):
-        text = problem.prompt + problem.solution
-        ids = tokenizer(text, verbose=False)["input_ids"]
-        solution = ids[len(prompt) :]
-        if ids[: len(prompt)] != prompt:
-            solution = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
-            if tokenizer.decode(prompt + solution[1:], skip_special_tokens=True) == text:
-                solution = solution[1:]  # without the space mark
-        pairs.append((prompt, [*solution, tokenizer.eos_token_id]))
-    kept = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= max_len]
-    what = f"all {len(pairs)} problems have more than --max-model-len {max_len} tokens"
-    require(kept or not pairs, what)
-    say_dropped(len(pairs), len(kept))
-    return kept

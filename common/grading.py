@@ -78,7 +78,7 @@ def grade_all(tokenizer, samples: list, answers: list[str], rule: str) -> list[f
     """Rewards of sampling.Samples; one that was cut off at the limit gets 0 whatever it says. Every
     rank must call it with all of them: each grades its share. `rule`: a key of RULES."""
     mine = ranks.share(samples)
-    ids = [sample.ids for sample in mine]
+    ids = [list(sample.ids) for sample in mine]  # dpo_pos.py keeps arrays
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if mine else []
     return ranks.gather(
         [

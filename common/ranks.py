@@ -5,17 +5,25 @@ import functools
 import hashlib
 import os
 import random
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from common import require
+
 PR_SET_PDEATHSIG = 1
+# How long a rank waits for a slow one: rank 0 writes checkpoints, and hard answers are one rank's.
+# (DeepSpeed's default is ten minutes. Of a dead one torchrun knows at once.)
+PATIENCE = timedelta(hours=24)
 ENVIRONMENT = {
     "DS_LOG_LEVEL": "error",
     "TOKENIZERS_PARALLELISM": "false",
@@ -41,18 +49,49 @@ def set_up() -> tuple[int, int, torch.device]:
     else:  # where torchrun is killed, its ranks must not go on, beside those of the next start
         ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        check_that_there_is_none()
     for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | ON_A_CPU).items():
         os.environ.setdefault(name, value)
     sys.stdout.reconfigure(errors="backslashreplace")  # a model writes what no terminal shows
     warnings.filterwarnings("ignore", category=FutureWarning)  # of the engines, about each other
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    number, there_are = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    device = torch.device("cuda", number) if on_gpu else torch.device("cpu")
     if on_gpu:
+        what = f"local rank {number} needs a GPU of its own, PyTorch sees {there_are} here"
+        require(number < there_are, f"{what} (--nproc-per-node, CUDA_VISIBLE_DEVICES)")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         hook = sys.excepthook
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        # Not bound to a device, as DeepSpeed would: then a barrier, and each new group of vLLM,
+        # would need all ranks at once.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
         sys.excepthook = hook  # torch's puts the rank before every line of a message
     return dist.get_rank(), dist.get_world_size(), device
+
+
+def check_that_there_is_none() -> None:
+    """Raises UsageError for a GPU that the driver knows and PyTorch cannot use: a run would go on,
+    for weeks, on the CPU. (CUDA_VISIBLE_DEVICES= says that this is wanted.)"""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if "CUDA_VISIBLE_DEVICES" in os.environ or not shutil.which(query[0]):
+        return
+    found = subprocess.run(query, capture_output=True, text=True)
+    driver = "".join(found.stdout.split()[:1])
+    cuda = f"is for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for CPUs"
+    require(
+        found.returncode or not driver,
+        f"there is a GPU (driver {driver}) that PyTorch {torch.__version__} cannot use: it {cuda}. "
+        "CUDA 13 needs driver 580 or newer; `rm -r .venv; make install` takes the build for GPUs; "
+        "to run on the CPU: CUDA_VISIBLE_DEVICES= before the command",
+    )
+
+
+def say_how_threads_wait() -> None:
+    """On a CPU threads that wait for one another spin, which is fast on an idle machine only."""
+    several = not torch.cuda.is_available() and torch.get_num_threads() > 1
+    if several and not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        say("note: if this machine has other work too, put GOMP_SPINCOUNT=1000 before the command")
 
 
 def is_main() -> bool:

@@ -63,7 +63,9 @@ class Run:
         many of `total` iterations are done."""
         os.makedirs(os.path.join(self.folder, "checkpoints"), exist_ok=True)
         check_shared(self.folder)
+        self.checkpoints.check_room(trained)
         done = self.checkpoints.load(trained)
+        ranks.say_how_threads_wait()
         if self.is_main:
             write_json(os.path.join(self.folder, "args.json"), self.settings)
             self.keep_lines("metrics.jsonl", done)
@@ -177,20 +179,14 @@ class Run:
         )
 
     def episode(
-        self,
-        iteration: int,
-        prompt: str,
-        texts: list,
-        values: list,
-        advantages: list,
-        reward: float,
+        self, done: int, prompt: str, texts: list, values: list, advantages: list, reward: float
     ) -> None:
         """Appends a response, step by step, to episodes.jsonl, and shows one now and then."""
         if not self.is_main:
             return
         rows = zip(texts, values, advantages, strict=True)
         steps = [dict(zip(("text", "value", "advantage"), row, strict=True)) for row in rows]
-        line = {"iteration": iteration, "prompt": prompt, "reward": reward, "steps": steps}
+        line = {"iteration": done, "prompt": prompt, "reward": reward, "steps": steps}
         self.append("episodes.jsonl", line)
         if self.shows_episode:
             shown = [f"  {s['value']:5.2f} {s['advantage']:+9.2f}  {s['text']!r}" for s in steps]

@@ -1,6 +1,5 @@
 """vLLM inside the training process: weights synced in memory, every call made by all ranks."""
 
-import functools
 import os
 import random
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from common import engines, grading, ranks, require
-from common.steps import tokens_until
+from common.steps import prefix_decoder, tokens_until
 
 # The engine runs in this process (its default is a process of its own): it shares our
 # torch.distributed world, our memory and our random generators.
@@ -19,6 +18,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # or every rank binds the same cores
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# FlashInfer's sampler is compiled at the first start: minutes, or an error where nvcc is not found
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 class Sample(NamedTuple):
@@ -70,7 +71,7 @@ class Sampler:
         compute_logits, num_tokens = model.compute_logits, engines.count_tokens(self.tokenizer)
 
         def compute_scaled_logits(hidden_states: torch.Tensor) -> torch.Tensor:
-            logits = compute_logits(hidden_states).float() / self.temperature  # (n, V)
+            logits = compute_logits(hidden_states).float().div_(self.temperature)  # (n, V)
             logits[:, num_tokens:] = float("-inf")
             return logits
 
@@ -121,11 +122,11 @@ class Sampler:
         ids, stop = list(output.token_ids), self.args.stop
         stopped = bool(stop) and output.stop_reason == stop
         if stopped:  # without the tokens that begin inside the stop string
-            decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
-            text, _, _ = decode(ids).partition(stop)
-            kept = tokens_until(ids, text, decode)
-            if decode(ids[:kept]) != text:  # does the last one add spaces alone? then it goes too
-                kept = tokens_until(ids, text.rstrip(" "), decode)
+            decode_until = prefix_decoder(ids, self.tokenizer)
+            text, _, _ = decode_until(len(ids)).partition(stop)
+            kept = tokens_until(len(ids), text, decode_until)
+            if decode_until(kept) != text:  # does the last one add spaces alone? then it goes too
+                kept = tokens_until(len(ids), text.rstrip(" "), decode_until)
             ids = ids[:kept]
         logprobs = [at[i].logprob for i, at in zip(ids, output.logprobs or [], strict=False)]
         return Sample(ids, logprobs, output.finish_reason == "stop", stopped)

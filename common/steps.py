@@ -5,7 +5,7 @@ the length of the text. Rules are pure and never raise; the steps, joined, give 
 """
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
 from tasks.sentences import math_rule
@@ -44,36 +44,56 @@ def split_steps(response_ids: list[int], tokenizer, rule: str) -> list[int]:
     the text if a letter followed, EOS is a step of its own. (Never by `math_rule`, whose steps have
     at least 20 characters.)
     """
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
-    text = decode(response_ids)
+    decode_until = prefix_decoder(response_ids, tokenizer)
+    text = decode_until(len(response_ids))
     boundaries = RULES[rule](text)[:-1]
     if len(text) in RULES[rule](text + "x")[:-1]:
         boundaries.append(len(text))
     ends = [0]
     for char_end in boundaries:
-        end = tokens_until(response_ids, text[:char_end], decode, start=ends[-1])
+        end = tokens_until(len(response_ids), text[:char_end], decode_until, start=ends[-1])
         if ends[-1] < end < len(response_ids):
             ends.append(end)
     return [*ends[1:], len(response_ids)]
 
 
 def tokens_until(
-    ids: list[int], text: str, decode: Callable[[list[int]], str], start: int = 0
+    num_tokens: int, text: str, decode_until: Callable[[int], str], start: int = 0
 ) -> int:
-    """How many of the ids, at least `start`, it takes until their text begins with `text`.
+    """How many of the tokens, at least `start`, it takes until their text begins with `text`.
 
     `startswith` and not a comparison of lengths: half of a multi-byte character decodes to a
     replacement character of the same length.
     """
     return bisect_left(
-        range(len(ids)), True, lo=start, key=lambda n: decode(ids[:n]).startswith(text)
+        range(num_tokens), True, lo=start, key=lambda n: decode_until(n).startswith(text)
     )
+
+
+def prefix_decoder(ids: list[int], tokenizer, block: int = 64) -> Callable[[int], str]:
+    """n -> the text of ids[:n], without decoding all of it each time: a response of thousands of
+    lines would take minutes. Two blocks are decoded, of which the first gives the second the
+    context that it has in the whole text (some tokenizers drop a space at the start)."""
+
+    def decode(start: int, end: int) -> str:
+        return tokenizer.decode(ids[start:end], skip_special_tokens=True)
+
+    blocks = [(0, 0, "")]  # of each: where the one before starts, its start, the text until there
+
+    def decode_until(n: int) -> str:
+        before, start, text = blocks[bisect_right(blocks, n, key=lambda one: one[1]) - 1]
+        known, longer = decode(before, start), decode(before, n)
+        # what comes later can change what was written: bytes of a character, or of none
+        return text + longer[len(known) :] if longer.startswith(known) else decode(0, n)
+
+    for end in range(block, len(ids), block):
+        text = decode_until(end)
+        if not text.endswith("\ufffd"):
+            blocks.append((blocks[-1][1], end, text))
+    return decode_until
 
 
 def step_texts(response_ids: list[int], step_ends: list[int], tokenizer) -> list[str]:
     """The text of each step; joined, that of the response."""
-    texts = [tokenizer.decode(response_ids[:end], skip_special_tokens=True) for end in step_ends]
+    texts = [*map(prefix_decoder(response_ids, tokenizer), step_ends)]
     return [text[len(before) :] for before, text in zip(["", *texts], texts, strict=False)]

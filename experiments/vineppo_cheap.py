@@ -360,7 +360,7 @@ def main(args: Args) -> None:
             seed = ranks.seed_of(args.seed, iteration, "evaluate")
             scores = sampler.evaluate(eval_problems, eval_prompts, task.grading_rule, seed)
             metrics["eval/pass@1"] = sum(scores) / len(scores)
-        metrics["policy/weight_distance"] = engines.weight_distance(policy.module, ref_model)
+            metrics["policy/weight_distance"] = engines.weight_distance(policy.module, ref_model)
         logger.log(done, metrics)
         spread = [max(values) - min(values) for values in step_values]
         for row in [spread.index(max(spread)), *range(0, num_responses, args.group_size)[:3]]:

@@ -18,6 +18,16 @@ def stop(message):
     sys.exit("install: " + message)
 
 
+def check_driver(version):
+    """Of the GPU. PyTorch's packages are for CUDA 13, which asks for a driver of its generation; an
+    older one is no error to PyTorch: it would see no GPU."""
+    if int(version.split(".")[0]) < 580:
+        stop(
+            f"the GPU's driver is {version}, PyTorch's CUDA 13 needs 580 or newer: update it, or "
+            "hide the GPU with CUDA_VISIBLE_DEVICES= to install for the CPU"
+        )
+
+
 def check_machine(has_gpu):
     version = "{}.{}".format(*sys.version_info[:2])
     if not (3, 11) <= sys.version_info[:2] <= (3, 14):
@@ -53,8 +63,21 @@ def run(*command, quiet=False):
     return subprocess.call(command, cwd=HERE, stdout=output, stderr=output)
 
 
+def ask_driver():
+    """Version of the GPU's driver, "" where there is no GPU, or where it is hidden."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") == "" or not shutil.which(query[0]):
+        return ""
+    found = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    words = found.stdout.decode().split()
+    return words[0] if found.returncode == 0 and words else ""
+
+
 def main():
-    has_gpu = bool(shutil.which("nvidia-smi")) and run("nvidia-smi", quiet=True) == 0
+    driver = ask_driver()
+    has_gpu = bool(driver)
+    if has_gpu:
+        check_driver(driver)
     check_machine(has_gpu)
     import tomllib
 

@@ -8,6 +8,8 @@ TASK=math
 RANKS=8                              # App. C.8: 8 x H100 80 GB
 # official: ZeRO 2; the tokens are ours, an estimate
 MEMORY=(--zero-stage 2 --micro-batch-tokens 4096)
+GPU_SHARE=0.5                        # vLLM's, while it samples
+PPO_SHARE=0.3                        # the same beside a critic
 MAX_MODEL_LEN=2500                   # Table 1
 NUM_PROBLEMS=11498                   # what is left to train on (docs/real_data.md)
 NUM_ITERATIONS=1000                  # Table 1

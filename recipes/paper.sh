@@ -10,9 +10,9 @@
 # authors released; "ours" is neither.
 #
 # Not run by us: there was no GPU. `python -m benchmarks.plan` says what vineppo, ppo, grpo and rloo
-# will take of a GPU: PPO on DeepSeekMath-7B, whose critic comes on top, 77.4 GiB, 4 of them assumed.
+# will take of a GPU: PPO on DeepSeekMath-7B, whose critic comes on top, 73.9 GiB, 4 of them assumed.
 # (The official run moved optimizer state to the CPU; here only the reference model is there.)
-# dpo_pos.py holds all its responses, padded, in the memory of each rank's host: some 12 GB a rank.
+# dpo_pos.py holds the ids of its 736,000 responses on each rank's host, twice: some 2 GB a rank.
 set -euo pipefail
 : "${TASK:?"this is a part of the other files: run rho1b_math.sh or one like it"}"
 METHOD=${1:?"which one? sft, vineppo, ppo, grpo, rloo, restem, dpo_pos or evaluate"}
@@ -37,7 +37,6 @@ RL=(
   --model "runs/sft-$NAME/best"
   --learning-rate 1e-6                     # Tables 1, 2, 3
   --minibatch-size 64                      # Table 1; official for RestEM and DPO-Positive
-  --gpu-memory-utilization 0.35            # ours
   --eval-problems 500 --eval-rounds 16     # official: all validation problems, 16 rounds
 )
 POLICY_GRADIENT=(
@@ -59,18 +58,28 @@ DPO=(
 # 1e-4, of those searched in Table 1; it does not say which. DeepSeekMath-7B has no such runs.
 HIGHER_KL=(--kl-coef 3e-3)
 CRITIC=(--critic-learning-rate 1e-6)       # Table 1 has one learning rate
+# vLLM's share of a GPU, ours: as much as the plan leaves room for with 5 % to spare
+SHARE=(--gpu-memory-utilization "$GPU_SHARE")
 
 SCRIPT=("$METHOD.py")
 case $METHOD in
   sft) OPTIONS=("${SFT[@]}") ;;
   vineppo)
-    OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${CAP[@]}")
+    OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${SHARE[@]}" "${CAP[@]}")
     [ ${#CAP[@]} = 0 ] || SCRIPT=(-m experiments.vineppo_cheap) # the fork that has a cap
     ;;
-  ppo) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${CRITIC[@]}") ;;
-  grpo | rloo) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${HIGHER_KL[@]}") ;;
-  restem) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${RESTEM[@]}") ;;
-  dpo_pos) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${DPO[@]}") ;;
+  ppo)
+    SHARE=(--gpu-memory-utilization "$PPO_SHARE") # the critic takes some
+    OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${SHARE[@]}" "${CRITIC[@]}")
+    # little room is left: holes between tensors should not cost it (docs/engines.md: safe with
+    # vLLM's sleep; not tried with --tensor-parallel-size)
+    export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+    ;;
+  grpo | rloo)
+    OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${SHARE[@]}" "${HIGHER_KL[@]}")
+    ;;
+  restem) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${SHARE[@]}" "${RESTEM[@]}") ;;
+  dpo_pos) OPTIONS=("${RL[@]}" "${SAMPLING[@]}" --gpu-memory-utilization 0.35 "${DPO[@]}") ;;
   evaluate) OPTIONS=("${SAMPLING[@]}") ;;  # 16 rounds at temperature 0.35 are the default
   *)
     echo "error: '$METHOD': sft, vineppo, ppo, grpo, rloo, restem, dpo_pos or evaluate" >&2

@@ -7,6 +7,8 @@ TASK=gsm8k
 RANKS=4                              # App. C.8: 4 x A100 80 GB
 # official: ZeRO 0; the tokens are ours, an estimate
 MEMORY=(--zero-stage 0 --micro-batch-tokens 16384)
+GPU_SHARE=0.5                        # vLLM's, while it samples
+PPO_SHARE=0.4                        # the same beside a critic
 MAX_MODEL_LEN=2048                   # Table 1
 NUM_PROBLEMS=7100                    # what is left to train on (docs/real_data.md)
 NUM_ITERATIONS=650                   # official

@@ -8,8 +8,8 @@ import re
 
 from common import UsageError, ranks, require
 from common.grading import check_answer
-from common.jsonl import check_row, read_jsonl
 from mathequal.boxes import extract_boxed
+from tasks.jsonl import check_row, read_jsonl
 
 PROMPT = "[MATH_TASK] Problem:\n{problem}\n\nSolution:"  # as the official configs write it
 SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra")

@@ -9,6 +9,7 @@ optimizer steps, the metrics, what was dumped. One process: the engines start on
 import importlib
 import json
 import os
+import weakref
 
 import torch
 import tyro
@@ -28,6 +29,7 @@ CASES = [  # (script, what breaks)
     ("restem", "stale at length"),
     *((script, "nothing right") for script in ("restem", "dpo_pos")),
     *((script, "ratio") for script in ("ppo", "grpo", "rloo")),
+    ("restem", "twice"),  # nothing breaks: what is left of the first engine when the second comes
 ]
 SFT = dict(num_epochs=4 * 8 / 40_000, batch_size=8, eval_every=0)
 
@@ -76,6 +78,30 @@ def explode_ratio(module) -> None:
     module.compute_policy_loss = exploded
 
 
+draw = ranks.draw
+
+
+def draw_the_first(num_items: int, start: int, count: int, *seed) -> list[int]:
+    return draw(num_items, 0, count, *seed)
+
+
+def watch_engines() -> list[int]:
+    """Of each model that is loaded: how many parameters and engines from before it are alive."""
+    load, initialize, known, alive = engines.load_model, engines.initialize, [], []
+
+    def load_and_count(*arguments):
+        alive.append(sum(one() is not None for one in known))
+        return load(*arguments)
+
+    def initialize_and_know(*arguments):
+        engine = initialize(*arguments)
+        known.extend(map(weakref.ref, [engine, engine.module, *engine.module.parameters()]))
+        return engine
+
+    engines.load_model, engines.initialize = load_and_count, initialize_and_know
+    return alive
+
+
 def main(folder: str, model: str) -> None:
     ranks.set_up()
     replay.replay_samples(folder)
@@ -102,6 +128,9 @@ def main(folder: str, model: str) -> None:
             break_critic(module)
         elif fault == "ratio":
             explode_ratio(module)
+        elif fault == "twice":  # the same prompts, which were recorded, and hardly other weights
+            ranks.draw, alive = draw_the_first, watch_engines()
+            options |= dict(num_iterations=2, learning_rate=1e-9)
         else:  # the sampler's log-probs are those of other weights, for all, the longest, the rest
             longest = max(len(s.ids) for group in recorded.values() for s in group)
             stale = {"stale": (0, longest), "stale at length": (longest, longest)}
@@ -122,6 +151,7 @@ def main(folder: str, model: str) -> None:
         except (RunError, UsageError) as raised:
             error = str(raised)
         found = {"case": [script, fault], "error": error, "norms": list(norms)}
+        found["alive"] = alive if fault == "twice" else []
         found["dumped"] = sorted(name for name in os.listdir(output) if name.endswith(".pt"))
         with open(os.path.join(output, "metrics.jsonl")) as file:
             found["metrics"] = [json.loads(line) for line in file]

@@ -40,12 +40,14 @@ OURS = ("tests", "common", "tasks", "mathequal", "experiments", "analysis", "rec
 
 # A stage is `second NAME`, the second computation of a run, or arguments of pytest.
 MATHS, STEPS, DATA = (f"tests/test_{name}.py" for name in ("math", "steps", "data"))
-GRADING, ERRORS, RUNNING = (f"tests/test_{name}.py" for name in ("grading", "errors", "runs"))
+GRADING, ERRORS = (f"tests/test_{name}.py" for name in ("grading", "errors"))
+RUNNING, REPLAYS = (f"tests/test_{name}.py" for name in ("runs", "replays"))
 MATHS += " -k 'not memory'"
 WITHOUT_ENGINES = "checkpoint_stays or damaged_checkpoint or disk or discarded or norm or may or "
+WITHOUT_ENGINES += "digests or"
 FOLDER = f"{RUNNING} -k '{WITHOUT_ENGINES} another_runs or callers'"
-TWO_RANKS, PARITY = f"{RUNNING} -k two_ranks_make", "tests/test_sampler.py"
-FAULTS = f"{RUNNING} -k 'exploded or broken_numbers or trains_no_model'"
+TWO_RANKS, PARITY = f"{REPLAYS} -k two_ranks_make", "tests/test_sampler.py"
+FAULTS = f"{REPLAYS} -k 'exploded or broken_numbers or trains_no_model or forgets'"
 FUNCTIONS = [MATHS, "tests/test_allocation.py"]  # what stands above `main` is tested by numbers
 EQUAL = ["tests/test_mathequal.py"]
 STAGES = {f"{name}.py": [f"second {name}", TWO_RANKS] for name in RUNS}
@@ -61,7 +63,10 @@ STAGES |= {
     "common/steps.py": [STEPS, "second vineppo"],
     "common/data.py": [DATA, "second sft", "second evaluate"],
     "common/grading.py": [GRADING, "second vineppo"],
+    "sft.py": [DATA, "second sft", TWO_RANKS],
     "tasks/chain.py": [DATA],
+    "tasks/own.py": [DATA],
+    "tasks/jsonl.py": [DATA, ERRORS],
     "tasks/mathematics.py": [DATA],
     "tasks/sentences.py": [STEPS],
     "mathequal/boxes.py": EQUAL,
@@ -69,7 +74,14 @@ STAGES |= {
 }
 SCRIPTS = {f"{name}.py" for name in RUNS}
 # Minutes each, for what lives till then.
-LAST = [FAULTS, *FUNCTIONS, RUNNING, ERRORS, "tests/test_soak.py -k 'one_rank or initial_weights'"]
+LAST = [
+    FAULTS,
+    *FUNCTIONS,
+    REPLAYS,
+    RUNNING,
+    ERRORS,
+    "tests/test_soak.py -k 'one_rank or initial_weights'",
+]
 EVERYTHING = [*FUNCTIONS, STEPS, DATA, GRADING, *EQUAL, *(f"second {name}" for name in RUNS), *LAST]
 EVERYTHING += [f"tests/test_{name}.py" for name in ("fuzz", "values", "analysis", "plan", "fork")]
 

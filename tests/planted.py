@@ -20,6 +20,12 @@ class Planted(NamedTuple):
 # asks.
 PLANTED = [
     Planted(
+        "restem.py",
+        "the last engine stays in memory while the next one is made",
+        "        policy = model = loss = None",
+        "        policy = model = None",
+    ),
+    Planted(
         "experiments/vineppo_cheap.py",
         "with --smoothing a step gets none of the credit of the steps before it",
         "(step[:, None] - step).abs()",
@@ -370,8 +376,8 @@ PLANTED = [
     Planted(
         "common/batches.py",
         "the last token (EOS) of each response is masked out: ending is never learnt",
-        "(torch.arange(max(self.response_lens)) < lengths).float()",
-        "(torch.arange(max(self.response_lens)) < lengths - 1).float()",
+        "< torch.tensor(lengths)[:, None])",
+        "< torch.tensor(lengths)[:, None] - 1)",
     ),
     Planted(
         "grpo.py",
@@ -800,7 +806,7 @@ PLANTED = [
         "make_batch(sequences[: len(eval_sequences)])",
     ),
     Planted(
-        "common/data.py",
+        "sft.py",
         "EOS is no target of SFT: the model never learns to stop",
         "pairs.append((prompt, [*solution, tokenizer.eos_token_id]))",
         "pairs.append((prompt, solution))",
@@ -862,8 +868,20 @@ PLANTED = [
     Planted(
         "common/steps.py",
         "half of a multi-byte character counts as there: the boundary falls inside the character",
-        "key=lambda n: decode(ids[:n]).startswith(text)",
-        "key=lambda n: len(decode(ids[:n])) >= len(text)",
+        "key=lambda n: decode_until(n).startswith(text)",
+        "key=lambda n: len(decode_until(n)) >= len(text)",
+    ),
+    Planted(
+        "common/steps.py",
+        "a block of tokens begins inside a character, whose other half is lost",
+        'if not text.endswith("\\ufffd"):',
+        "if text:",
+    ),
+    Planted(
+        "common/steps.py",
+        "blocks are decoded without the one before them: tokenizers that drop a space at the start",
+        "text + longer[len(known) :] if",
+        "text + decode(start, n) if",
     ),
     Planted(
         "tasks/sentences.py",
@@ -892,8 +910,9 @@ PLANTED = [
     Planted(
         "common/steps.py",
         "a boundary inside a token moves to its start",
-        "        if ends[-1] < end < len(response_ids):\n            ends.append(end)",
-        "        if ends[-1] < end - moved[-1] < len(response_ids):\n            ends.append(end - moved[-1])",
+        "        if ends[-1] < end < len(response_ids):\n",
+        "        end -= decode_until(end) != text[:char_end]\n"
+        "        if ends[-1] < end < len(response_ids):\n",
     ),
     Planted(
         "common/steps.py",
@@ -1012,8 +1031,8 @@ PLANTED = [
     Planted(
         "common/checkpoints.py",
         "keeps one checkpoint too many",
-        "for old in done[: -self.keep]:",
-        "for old in done[: -self.keep - 1]:",
+        "*map(self.path, done[: -self.keep])]",
+        "*map(self.path, done[: -self.keep - 1])]",
     ),
     Planted(
         "common/run.py",
@@ -1059,21 +1078,33 @@ PLANTED = [
     ),
     Planted(
         "common/batches.py",
-        "rows are cut to the longest prompt, not to the longest sequence",
-        "longest = max(self.lengths[row] for row in rows)\n        own",
-        "longest = min(self.lengths[row] for row in rows)\n        own",
+        "the longest of the rows loses its last token",
+        "for row in rows], batch_first=True).long()",
+        "for row in rows], batch_first=True).long()[:, :-1]",
     ),
     Planted(
         "common/checkpoints.py",
         "hf links to the best checkpoint, not to the newest",
-        'self.link("hf", done[-1])',
-        'self.link("hf", best)',
+        'self.link("hf", f"{self.path(done[-1])}/hf")',
+        'self.link("hf", f"{prefix}{best:06d}")',
     ),
     Planted(
         "common/checkpoints.py",
         "the best checkpoint is the last of equals",
-        "best = max((i for i in done if i in scores), key=scores.__getitem__, default=done[-1])",
-        "best = max((i for i in done[::-1] if i in scores), key=scores.__getitem__, default=done[-1])",
+        "best = max(choices, key=scores.__getitem__, default=done[-1])",
+        "best = max(choices[::-1], key=scores.__getitem__, default=done[-1])",
+    ),
+    Planted(
+        "common/checkpoints.py",
+        "the best checkpoint is forgotten with its optimizer state, and a worse one takes its place",
+        "in sorted({*done, *kept}) if",
+        "in sorted({*done}) if",
+    ),
+    Planted(
+        "common/checkpoints.py",
+        "pieces of a file beyond the first are never read: damage there passes",
+        "            file.seek(piece[1])\n",
+        "",
     ),
     Planted(
         "common/checkpoints.py",
@@ -1094,7 +1125,7 @@ PLANTED = [
         'prompt_ids = tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"] if texts else []',
     ),
     Planted(
-        "common/data.py",
+        "sft.py",
         "a BOS stands between prompt and solution in SFT where the tokenizer adds one",
         'solution = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]',
         'solution = tokenizer(problem.solution)["input_ids"]',
@@ -1106,7 +1137,7 @@ PLANTED = [
         'rows = splits["train"] + splits["validation"] if split == "sft" else splits[split]',
     ),
     Planted(
-        "common/data.py",
+        "tasks/own.py",
         "--task jsonl: sft.jsonl is ignored, SFT uses train.jsonl",
         'file = "train" if split == "sft" and not has_sft_file else split',
         'file = "train" if split == "sft" else split',
@@ -1124,7 +1155,7 @@ PLANTED = [
         '"".join(lines) + f"#### {truth}"',
     ),
     Planted(
-        "common/data.py",
+        "sft.py",
         "solutions are encoded alone",
         "        if ids[: len(prompt)] != prompt:\n",
         "        if True:\n",
@@ -1136,7 +1167,7 @@ PLANTED = [
         "if len(ids) < max_prompt_len]",
     ),
     Planted(
-        "common/data.py",
+        "tasks/own.py",
         "your own files may share problems",
         "                place is None,\n",
         "                True,\n",
@@ -1180,7 +1211,7 @@ PLANTED = [
     Planted(
         "common/sampling.py",
         "the spaces before a stop string bring its first token along",
-        'kept = tokens_until(ids, text.rstrip(" "), decode)',
+        'kept = tokens_until(len(ids), text.rstrip(" "), decode_until)',
         "pass",
     ),
     Planted(
@@ -1252,8 +1283,8 @@ PLANTED = [
     Planted(
         "common/sampling.py",
         "logits are multiplied by the temperature",
-        ".float() / self.temperature  # (n, V)",
-        ".float() * self.temperature  # (n, V)",
+        ".float().div_(self.temperature)  # (n, V)",
+        ".float().mul_(self.temperature)  # (n, V)",
     ),
     Planted(
         "common/sampling.py",

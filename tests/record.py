@@ -215,9 +215,12 @@ def make_killed(whole: str, folder: str) -> None:
     """What the run would have left if a kill had come behind its middle checkpoint, in the middle
     of a line."""
     shutil.copytree(whole, folder, symlinks=True)
-    saved = sorted(os.listdir(f"{folder}/checkpoints"))
-    for name in saved[len(saved) // 2 :]:
-        shutil.rmtree(f"{folder}/checkpoints/{name}")
+    found = os.listdir(f"{folder}/checkpoints")
+    saved = sorted(name for name in found if name.startswith("iteration_"))
+    later = {name.split("_")[1] for name in saved[len(saved) // 2 :]}
+    for name in found:
+        if name.split("_")[1] in later:
+            shutil.rmtree(f"{folder}/checkpoints/{name}")
     for name in ("hf", "best", "finished"):
         os.remove(f"{folder}/{name}")
     for name in ("metrics.jsonl", "episodes.jsonl"):

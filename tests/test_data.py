@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+import sft
 from common import UsageError, data, engines
 from common.grading import grade
 from mathequal import extract_boxed, grade_boxed
@@ -378,7 +379,7 @@ def test_one_bos_where_the_tokenizer_adds_one_and_one_eos_behind_a_solution():
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
     problem = data.Problem("a b", "1", " b a")
     assert data.encode_prompts([problem], fast, 9)[1] == [[0, 2, 3]]
-    assert data.encode_solutions([problem], fast, 9) == [([0, 2, 3], [3, 2, 1])]
+    assert sft.encode_solutions([problem], fast, 9) == [([0, 2, 3], [3, 2, 1])]
 
 
 @pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
@@ -387,7 +388,7 @@ def test_a_solution_is_encoded_as_sampling_writes_it(kind):
     to prompt and solution, and the prompt's ids are those that sampling starts from."""
     tokenizer = make_bpe(kind)
     problem = data.Problem("She has 4.\n", "7", "He has 3 apples.\n#### 7")
-    ((prompt_ids, solution_ids),) = data.encode_solutions([problem], tokenizer, 99)
+    ((prompt_ids, solution_ids),) = sft.encode_solutions([problem], tokenizer, 99)
     assert prompt_ids == tokenizer(problem.prompt)["input_ids"]
     assert [*prompt_ids, *solution_ids[:-1]] == (
         tokenizer(problem.prompt + problem.solution)["input_ids"]
@@ -410,7 +411,7 @@ def test_a_solution_that_begins_inside_a_token_of_its_prompt(kind):
     )
     problem = data.Problem("She has 4.", "7", "\n#### 7\n\nHe")
     whole = tokenizer(problem.prompt + problem.solution)["input_ids"]
-    ((prompt_ids, solution_ids),) = data.encode_solutions([problem], tokenizer, 99)
+    ((prompt_ids, solution_ids),) = sft.encode_solutions([problem], tokenizer, 99)
     assert whole[: len(prompt_ids)] != prompt_ids == tokenizer(problem.prompt)["input_ids"]
     assert prompt_ids[0] == tokenizer.bos_token_id not in solution_ids[:-1]
     text = tokenizer.decode([*prompt_ids, *solution_ids], skip_special_tokens=True)

@@ -1,7 +1,9 @@
 """benchmarks/plan.py: counts by hand, advice that is true when followed, one measured update."""
 
+import glob
 import json
 import os
+import re
 
 import pytest
 
@@ -124,9 +126,25 @@ def test_one_setting_measured(tmp_path):
 def test_a_recipe_s_flags_are_read():
     path = f"{ROOT}/recipes/deepseekmath7b_gsm8k.sh"
     s, script = plan.read_run(plan.Args(path, "vineppo", flags="--k 3 --micro-batch-tokens 3000"))
-    assert s[1:7] == ("bfloat16", 2, 8, 3000, 2500, 1024) and s.sampler_share == 0.35
+    assert s[1:7] == ("bfloat16", 2, 8, 3000, 2500, 1024) and s.sampler_share == 0.5
     assert script.k == 3 and script.max_steps_valued == 25 and script.num_iterations == 650
     assert os.path.basename(s.model) == "deepseekmath7b" and not s.critic
+
+
+@pytest.mark.parametrize("method", ["vineppo", "ppo", "grpo", "rloo"])
+@pytest.mark.parametrize("recipe", sorted(glob.glob("recipes/*_*.sh", root_dir=ROOT)))
+def test_every_recipe_fits_its_gpus_with_room_to_spare(recipe, method, capsys):
+    args = plan.Args(f"{ROOT}/{recipe}", method)
+    s, script = plan.read_run(args)
+    assert plan.needed(s, args) <= 0.95 * 80
+    plan.main(args)
+    said = capsys.readouterr().out
+    size = {"rho1b": 17.6, "deepseekmath7b": 110.6}[os.path.basename(s.model)]
+    both = {"rho1b": 34.2, "deepseekmath7b": 214.4}[os.path.basename(s.model)]  # no second head
+    checkpoint, disk = map(int, re.search(r"has (\d+) GB.*: (\d+) GB of disk", said).groups())
+    assert checkpoint == pytest.approx(both if s.critic else size, abs=1)
+    assert disk == pytest.approx(3.25 * checkpoint, abs=3) and script.keep_checkpoints == 2
+    assert re.search(r"iterations: \d+\.\d hours", said)
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,10 @@ def expected(method: str, model: str, task: str) -> dict:
         return flags | {"learning_rate": 1e-5 if rho else 5e-5}
     flags |= {"model": f"runs/sft-{name}/best", "learning_rate": 1e-6, "warmup_fraction": 0.03}
     flags |= {"temperature": 0.6, "top_p": 0.9, "max_response_len": 1024, "minibatch_size": 64}
-    flags |= {"stop": "\n\n\nProblem:", "gpu_memory_utilization": 0.35, "eval_temperature": 0.35}
+    flags |= {"stop": "\n\n\nProblem:", "gpu_memory_utilization": 0.5, "eval_temperature": 0.35}
     flags |= {"eval_problems": 500, "eval_rounds": 16, "group_size": 64 if "dpo" in method else 8}
+    if method in ("ppo", "dpo_pos"):
+        flags["gpu_memory_utilization"] = {"dpo_pos": 0.35, "ppo": 0.4 if rho else 0.3}[method]
     if method in ("restem", "dpo_pos"):
         flags["num_prompts"] = 11_498 if math else 7_100
         if method == "restem":

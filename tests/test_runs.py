@@ -2,17 +2,20 @@
 
 import argparse
 import filecmp
-import functools
+import hashlib
 import json
 import math
 import os
 import resource
+import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common import RunError, UsageError, engines, flags, ranks, run
+from common import checkpoints as checkpoints_module
 from common.checkpoints import Checkpoints
 from tasks import chain
 from tests.conftest import (
@@ -50,10 +53,10 @@ def test_a_run_leaves_what_it_should(finished, sft_model):
         assert line["rollout/unfinished"] < 1 and line["tokens/rollouts"] > line["tokens/sample"]
         assert {"time/sample", "time/rollouts", "time/update", "time/sync"} <= line.keys()
     assert ["eval/pass@1" in line for line in lines] == [False, True, False, True]
-    distances = [line["policy/weight_distance"] for line in lines]
+    distances = [line["policy/weight_distance"] for line in lines if "eval/pass@1" in line]
     assert 0 < distances[0] < distances[-1]
     names = sorted(os.listdir(folder / "checkpoints"))
-    assert names == ["iteration_000002", "iteration_000004"]
+    assert names[1:] == ["iteration_000002", "iteration_000004"] and names[0].startswith("best_")
     assert os.path.realpath(folder / "hf").endswith("iteration_000004/hf")
     assert os.path.isfile(folder / "best/model.safetensors")
     assert not filecmp.cmp(f"{sft_model}/model.safetensors", folder / "hf/model.safetensors", False)
@@ -74,12 +77,46 @@ def test_the_best_checkpoint_stays(metrics, best, tmp_path):
     lines = [{"iteration": i + 1} for i in range(8)]
     for line, more in zip(lines[1::2], metrics, strict=True):
         line |= more
-        (tmp_path / f"checkpoints/iteration_{line['iteration']:06d}/hf").mkdir(parents=True)
+        folder = tmp_path / f"checkpoints/iteration_{line['iteration']:06d}"
+        (folder / "hf").mkdir(parents=True)
+        (folder / "hf/weights").write_text(str(line["iteration"]))
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
         checkpoints.tidy_up(logger.read_scores())
-    assert checkpoints.iterations() == sorted({best, 8})
-    for name, iteration in (("hf", 8), ("best", best)):
-        assert os.path.realpath(tmp_path / name) == f"{checkpoints.path(iteration)}/hf"
+    # of the best one there are the weights alone: the rest is for a resume
+    found = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert found == [f"best_{best:06d}", "iteration_000008"]
+    assert (tmp_path / "best/weights").read_text() == str(best)
+    assert (tmp_path / "hf/weights").read_text() == "8"
+
+
+def test_a_disk_without_room_is_named_at_the_start(monkeypatch, tmp_path):
+    """Two are kept, a third is in writing, beside them the best one's weights."""
+    engine = SimpleNamespace(module=torch.nn.Linear(1000, 1000, bias=False))  # 16 MB
+    checkpoints = Checkpoints(str(tmp_path), {}, keep=2)
+    (tmp_path / "checkpoints").mkdir()
+    for free, done, fits in ((53e6, 0, True), (51e6, 0, False), (33e6, 1, False), (37e6, 1, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        for iteration in range(done):
+            (tmp_path / f"checkpoints/iteration_{iteration:06d}").mkdir(exist_ok=True)
+        if fits:
+            checkpoints.check_room({"policy": engine})
+            continue
+        with pytest.raises(UsageError, match="GB, --keep-checkpoints 2 of them"):
+            checkpoints.check_room({"policy": engine})
+
+
+def test_digests_are_of_pieces_that_are_shared(monkeypatch, tmp_path):
+    ranks.set_up()
+    monkeypatch.setattr(checkpoints_module, "PIECE", 10)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/file").write_bytes(bytes(range(25)))
+    (tmp_path / "empty").touch()
+    (tmp_path / "manifest.json").touch()
+    parts = [bytes(range(25))[i : i + 10] for i in (0, 10, 20)]
+    assert checkpoints_module.digest_files(str(tmp_path)) == {
+        "empty": [hashlib.sha256(b"").hexdigest()],
+        "one/file": [hashlib.sha256(part).hexdigest() for part in parts],
+    }
 
 
 def test_episodes_are_readable_and_their_credit_adds_up(finished):
@@ -99,7 +136,7 @@ def test_terminated_then_killed_then_damaged_it_resumes_bit_for_bit(finished, sf
     arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
     status, output = end_at("SIGTERM grade 1", arguments)
     assert status == 143 and "SIGTERM: checkpoint 1 is written; --resume auto goes" in output
-    assert os.listdir(folder / "checkpoints") == ["iteration_000001"]
+    assert sorted(os.listdir(folder / "checkpoints")) == ["best_000001", "iteration_000001"]
     assert len(timeless(folder / "metrics.jsonl")) == 1
     arguments += ["--resume", "auto"]
     status, _ = end_at("SIGKILL rollouts 2", arguments)
@@ -335,151 +372,6 @@ def test_evaluate_gives_an_interval_on_any_number_of_ranks(finished, tmp_path):
     assert saved["interval"][0] <= saved["pass@1"] <= saved["interval"][1]
     assert f"pass@1 (test, 31 problems, 4 rounds): {saved['pass@1']:.3f}" in result.stdout
     assert "(0 answers counted as wrong because grading failed)" in result.stdout
-
-
-# ---- the same recorded episodes, cut and dealt out in several ways -------------------------------
-
-
-@pytest.fixture(scope="module")
-def replayed(recorded):
-    """{name: what the call with these options wrote}, each called once."""
-    folder, arguments = recorded
-
-    @functools.cache
-    def replay(name: str, ranks: int, *options: str):
-        call("-m", "tests.replay", *arguments, "--name", name, *options, ranks=ranks)
-        return folder / name
-
-    return replay
-
-
-def check_same(one, other, script):
-    steps, whole = torch.load(one / script), torch.load(other / script)
-    assert len(steps) == len(whole) > 2
-    for ours, theirs in zip(steps, whole, strict=True):  # each from the same weights
-        tolerance = 2e-5
-        assert ours["norm"] == pytest.approx(theirs["norm"], rel=tolerance) and ours["norm"] > 0
-        for weight, gradient in ours["grads"].items():  # ZeRO 2 keeps them elsewhere
-            difference = (gradient - theirs["grads"][weight]).norm()
-            assert difference <= tolerance * theirs["grads"][weight].norm(), weight
-        for weight, value in ours["weights"].items():
-            assert (value - theirs["weights"][weight]).abs().max() < 1e-4, weight
-    lines = [timeless(folder / f"{script}.run/metrics.jsonl") for folder in (one, other)]
-    for found, expected in zip(*lines, strict=True):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            if key not in ("tokens/padding", "policy/sampler_gap"):
-                # a share of clipped tokens jumps where one of them is at the border
-                absolute = 5e-3 if key.endswith("clip_fraction") else 1e-5
-                assert found[key] == pytest.approx(value, rel=1e-3, abs=absolute), key
-
-
-SCRIPTS = ["vineppo", "ppo", "grpo", "rloo", "restem", "dpo_pos"]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_two_ranks_make_the_gradients_of_one(recorded, replayed, script):
-    """Ragged episodes, each in a pass of its own: one rank has a pass more than the other."""
-    found = replayed("two_ranks", 2, "--micro-batch-tokens", "60")
-    check_same(found, recorded[0] / "recorded", script)
-
-
-@pytest.mark.parametrize("script", ["vineppo", "ppo"])
-@pytest.mark.parametrize(
-    ("name", "ranks", "options"),
-    [
-        pytest.param("small", 1, ["--micro-batch-tokens", "200"], marks=pytest.mark.soak),
-        ("two_ranks_zero_2", 2, ["--micro-batch-tokens", "250", "--zero-stage", "2"]),
-    ],
-)
-def test_gradients_do_not_depend_on_micro_batches_or_zero(
-    recorded, replayed, script, name, ranks, options
-):
-    found = replayed(name, ranks, *options, "--scripts", "vineppo", "ppo")
-    check_same(found, recorded[0] / "recorded", script)
-
-
-def test_recorded_episodes_are_ragged_and_some_are_cut(recorded):
-    for script in ("vineppo", "ppo", "grpo", "rloo"):
-        (line,) = read_jsonl(recorded[0] / f"recorded/{script}.run/metrics.jsonl")
-        assert 0 < line["rollout/unfinished"] < 1
-
-
-@pytest.fixture(scope="module")
-def faults(recorded):
-    """{(script, what breaks): what the run did}."""
-    folder, arguments = recorded
-    lines = call("-m", "tests.faults", *arguments).stdout.splitlines()
-    found = [json.loads(line) for line in lines if line.startswith('{"case"')]
-    return folder / "faults", {tuple(one["case"]): one for one in found}
-
-
-@pytest.mark.parametrize("script", ["vineppo", "ppo", "grpo", "rloo"])
-def test_an_exploded_minibatch_is_skipped_and_counted(recorded, faults, script):
-    """The second minibatch's ratio is made to look like an explosion: five steps, not six."""
-    found = faults[1][script, "ratio"]
-    whole = [step["norm"] for step in torch.load(recorded[0] / f"recorded/{script}")]
-    assert found["error"] == "" and found["metrics"][0]["policy/skipped"] == pytest.approx(1 / 6)
-    critics = 6 if script == "ppo" else 0  # each of its steps is made
-    assert len(found["norms"]) == 5 + critics
-    assert found["norms"][0] == whole[0] != found["norms"][1]
-    assert math.isfinite(found["metrics"][0]["policy/grad_norm"])  # of the steps that were made
-
-
-@pytest.mark.parametrize(
-    ("script", "fault", "iteration", "number"),
-    [
-        ("vineppo", "loss", 1, "loss/policy is "),
-        ("vineppo", "gradient", 1, "policy/grad_norm is nan"),
-        ("vineppo", "logprob", 1, "old_logprobs is not finite"),
-        ("vineppo", "reference", 1, "ref_logprobs is not finite"),
-        ("ppo", "gradient", 1, "policy/grad_norm is nan"),
-        ("grpo", "gradient", 1, "policy/grad_norm is nan"),
-        ("rloo", "gradient", 1, "policy/grad_norm is nan"),
-        ("ppo", "critic", 1, "value/grad_norm is nan"),
-        ("restem", "gradient", 1, "policy/grad_norm is nan"),
-        ("dpo_pos", "gradient", 2, "policy/grad_norm is nan"),
-        ("sft", "gradient", 2, "policy/grad_norm is nan"),
-        ("restem", "loss", 1, "loss/sft is "),
-        ("dpo_pos", "loss", 2, "loss/dpo is "),
-        ("sft", "loss", 2, "loss/sft is "),
-    ],
-)
-def test_broken_numbers_stop_the_run(faults, script, fault, iteration, number):
-    folder, outcomes = faults
-    found = outcomes[script, fault]
-    assert f"iteration {iteration}: " in found["error"] and number in found["error"]
-    (name,) = found["dumped"]
-    dumped = torch.load(folder / f"{script}-{fault}" / name)
-    assert name in found["error"] and len(dumped["input_ids"]) > 1
-    assert len(found["metrics"]) == iteration - 1
-
-
-def test_a_stale_engine_trains_no_model(faults):
-    found = faults[1]["vineppo", "stale"]
-    assert "policy/sampler_gap is 0.01, above 0.0001: vLLM has other weights" in found["error"]
-    assert found["norms"] == []
-
-
-@pytest.mark.parametrize(
-    ("script", "fault"),
-    [("vineppo", "stale at length"), ("vineppo", "stale before it"), ("restem", "stale at length")],
-)
-def test_an_engine_that_errs_on_some_lengths_trains_no_model(faults, script, fault):
-    found = faults[1][script, fault]
-    assert "above 0.0001: vLLM has other weights" in found["error"] and found["norms"] == []
-
-
-def test_restem_with_nothing_right_stays_at_the_sft_checkpoint(faults):
-    found = faults[1]["restem", "nothing right"]
-    (line,) = found["metrics"]
-    assert line["walk/kept"] == line["walk/updates"] == line["policy/weight_distance"] == 0
-    assert found["error"] == "" and found["norms"] == []
-
-
-def test_dpo_without_a_pair_says_so(faults):
-    found = faults[1]["dpo_pos", "nothing right"]
-    assert found["error"].startswith("no prompt of 5 has right and wrong responses: nothing")
 
 
 def test_a_check_leaves_its_callers_numbers_as_they_are(tmp_path):

@@ -607,7 +607,7 @@ def check_policy_gradient(folder: str, name: str) -> dict:
         metrics |= {k: sum(u[k] for u in updates) / len(updates) for k in updates[0]}
         if (iteration + 1) % flags["eval_every"] == 0 or iteration + 1 == iterations:
             metrics["eval/pass@1"] = run.evaluation(iteration)
-        metrics["policy/weight_distance"] = run.distance(run.weights)
+            metrics["policy/weight_distance"] = run.distance(run.weights)
         run.check_metrics(run.lines[iteration], metrics | {"iteration": iteration + 1})
         check_episodes(run, iteration, batch, raw, starts, values)
         run.seen["cut"] += metrics["rollout/unfinished"]

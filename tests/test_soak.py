@@ -28,14 +28,8 @@ from tests.conftest import (
     read_jsonl,
     start_run,
 )
-from tests.test_runs import (
-    FAST,
-    HANG,
-    SCRIPTS,
-    check_same,
-    check_same_run,
-    end_at,
-)
+from tests.test_replays import SCRIPTS, check_same
+from tests.test_runs import FAST, HANG, check_same_run, end_at
 from tests.test_sampler import check_parity
 
 pytestmark = pytest.mark.soak
@@ -181,7 +175,7 @@ def test_a_full_disk_loses_nothing(sft_model, tmp_path):
             "checkpoint 2 is intact: mend that (is the disk full?), then --resume auto"
             in result.stderr
         )
-        assert os.listdir(disk / "run/checkpoints") == ["iteration_000002"]
+        assert sorted(os.listdir(disk / "run/checkpoints")) == ["best_000002", "iteration_000002"]
         subprocess.check_call(["mount", "-o", "remount,size=64m", str(disk)])
         call(*arguments, "--resume", "auto")
         check_same_run(disk / "run", tmp_path / "whole")
@@ -341,7 +335,7 @@ def test_smollm2_is_not_vacuous(smollm2, task, run):
     assert len(metrics) == 2
     for line in metrics:
         assert line["rollout/reward"] > 0 and line["policy/grad_norm"] > 0
-        assert line["adv/undecided"] > 0 and line["policy/weight_distance"] > 0
+        assert line["adv/undecided"] > 0
         assert line["policy/sampler_gap"] < 1e-4
     steps = [len(e["steps"]) for e in read_jsonl(smollm2 / run / "episodes.jsonl")]
     assert max(steps) > 1

@@ -412,3 +412,32 @@ def test_random_ids_never_raise_and_no_step_is_empty(tokenizer):
         for rule in steps.RULES:
             ends = steps.split_steps(ids, tokenizer, rule)
             assert ends == sorted(set(ends)) and ends[0] > 0 and ends[-1] == len(ids)
+
+
+# ---- long responses ------------------------------------------------------------------------------
+
+
+def test_a_prefix_decoded_in_blocks_is_the_prefix(tokenizer):
+    rng = random.Random(0)
+    texts = ["He has 3 apples.\nLöwe 🦁 isst\nµ = 2\n  so\n" * 9, " 1 \n" * 20, "7+6=3 so\n" * 20]
+    of_texts = [tokenizer(text)["input_ids"] for text in texts]
+    random_ids = [[rng.randrange(len(tokenizer)) for _ in range(60)] for _ in range(60)]
+    for ids in [*of_texts, *random_ids]:
+        for block in (7, 16):
+            decode_until = steps.prefix_decoder(ids, tokenizer, block)
+            for n in range(len(ids) + 1):
+                assert decode_until(n) == tokenizer.decode(ids[:n], skip_special_tokens=True)
+
+
+def test_thousands_of_lines_take_no_longer_than_they_have_tokens():
+    """Tokens that are decoded, not seconds: it was the square of the response's length."""
+    tokenizer, decoded = make_bpe("byte"), []
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids, **flags: decoded.append(len(ids)) or decode(ids, **flags)
+    for lines in (500, 1000):
+        ids = tokenizer("7\n" * lines)["input_ids"]
+        assert len(steps.split_steps(ids, tokenizer, "line")) == pytest.approx(lines, abs=1)
+        decoded.append(None)
+    half, whole, _ = "".join(f"{n}," for n in decoded).split("None,")
+    half, whole = (sum(int(n) for n in part.split(",") if n) for part in (half, whole))
+    assert whole < 2.6 * half
