@@ -190,7 +190,7 @@ def read_json(path: str) -> dict:
         return {}
 
 
-PIECE = 2**26  # bytes
+PIECE, BLOCK = 2**26, 2**20  # bytes that are summed up, and read, at a time
 
 
 def digest_files(folder: str) -> dict[str, list[str]]:
@@ -205,9 +205,12 @@ def digest_files(folder: str) -> dict[str, list[str]]:
         return [(name, start) for name, starts in pieces.items() for start in starts]
 
     def digest(piece: tuple[str, int]) -> str:
+        found = hashlib.sha256()
         with open(os.path.join(folder, piece[0]), "rb") as file:
             file.seek(piece[1])
-            return hashlib.sha256(file.read(PIECE)).hexdigest()
+            for _ in range(0, PIECE, BLOCK):
+                found.update(file.read(BLOCK))
+        return found.hexdigest()
 
     pieces = ranks.from_main(list_pieces)
     with ThreadPoolExecutor(8) as pool:  # reading and hashing let other threads run

@@ -461,7 +461,8 @@ def evaluate(tree, table: list):
         base, power = arguments if tree.is_Pow else (sympy.E, arguments[0])
         if power.is_number and power.is_finite:
             scale = abs(sympy.log(abs(base)).evalf(15)) if base.is_number and base != 0 else 20
-            if not bool(abs(power.evalf(15)) * scale < MAX_BITS):
+            bits = abs(power.evalf(15)) * scale  # of infinity to the power of 0 they are no number
+            if not bits.is_finite or not bool(bits < MAX_BITS):
                 raise Unreadable
             if base.is_negative and power.is_Rational and power.q > 1 and power.q % 2:
                 return (-1) ** power.p * (-base) ** power  # the real root

@@ -131,6 +131,7 @@ FORMULA = st.recursive(
 @fuzz(150)
 @given(FORMULA, ANSWERS | FORMULA)
 @example(r"\sqrt[0]{5}", "5")
+@example("0", r"\infty^{0}")
 @example(r"\binom{10000000000}{5}", "x^2+1")
 def test_answers_are_compared_in_time(text, answer):
     """In the worker, in what it gives itself; a failure would be counted, so there was none."""

@@ -108,6 +108,7 @@ def test_a_disk_without_room_is_named_at_the_start(monkeypatch, tmp_path):
 def test_digests_are_of_pieces_that_are_shared(monkeypatch, tmp_path):
     ranks.set_up()
     monkeypatch.setattr(checkpoints_module, "PIECE", 10)
+    monkeypatch.setattr(checkpoints_module, "BLOCK", 5)
     (tmp_path / "one").mkdir()
     (tmp_path / "one/file").write_bytes(bytes(range(25)))
     (tmp_path / "empty").touch()
