@@ -167,14 +167,15 @@ def main(args: Args) -> None:
     b_prompt_ids = [prompts[index] for index in b_problem]
     b_answer = [problems[index].answer for index in b_problem]
 
-    # ==== 6.2 sample responses, or read those that a run to be resumed has sampled ================
+    # ==== 6.2 sample responses, or read those that a run to be resumed has sampled; 6.3 rewards ===
     # In parts, and ids as arrays: lists of the paper's 736,000 responses take 13 GB on each rank.
-    samples: list[sampling.Sample] = []
-    for first in range(0, args.num_prompts, PART):
-        part, number = drawn[first : first + PART], first // PART
+    b_response_ids, b_rewards = [], []
+    for number, first in enumerate(range(0, args.num_prompts, PART)):
+        part = drawn[first : first + PART]
         path = os.path.join(logger.folder, f"samples_{number:04d}.json")
         if args.resume == "no" or not ranks.from_main(functools.partial(os.path.exists, path)):
             logger.phase("sample")
+            sampler.llm.reset_prefix_cache()  # a resumed run has no keys and values of other parts
             groups = sampler.generate(
                 [prompts[index] for index in part],
                 n=args.group_size,
@@ -188,14 +189,15 @@ def main(args: Args) -> None:
                     json.dump([sample for group in groups for sample in group], file)
                 os.replace(path + ".tmp", path)
             dist.barrier()
+        logger.phase("grade")
         with open(path) as file:
-            read = [sampling.Sample(*sample) for sample in json.load(file)]
-        samples += [sample._replace(ids=array("i", sample.ids)) for sample in read]
-    b_response_ids = [sample.ids for sample in samples]
+            samples = [sampling.Sample(*sample) for sample in json.load(file)]
+        answers = b_answer[len(b_rewards) : len(b_rewards) + len(samples)]
+        b_rewards += grading.grade_all(tokenizer, samples, answers, task.grading_rule)
+        b_response_ids += [array("i", sample.ids) for sample in samples]
+    groups = samples = []  # of the last part
 
-    # ==== 6.3 rewards and pairs (N, 2): rows of a right and of a wrong response to one prompt =====
-    logger.phase("grade")
-    b_rewards = grading.grade_all(tokenizer, samples, b_answer, task.grading_rule)
+    # ==== 6.3 pairs (N, 2): rows of a right and of a wrong response to one prompt =================
     pairs: list[tuple[int, int]] = []
     for first in range(0, len(b_rewards), args.group_size):
         rewards = b_rewards[first : first + args.group_size]

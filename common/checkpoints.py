@@ -20,8 +20,8 @@ from common import RunError, engines, ranks, require
 class Checkpoints:
     """<folder>/checkpoints/iteration_<number>/ has the state of each DeepSpeed engine; hf/, the
     policy for transformers, vLLM and evaluate.py (and critic_hf/, for analysis/); settings.json;
-    and manifest.json, the digests of all these files. best_<number>/ is the best one's hf/ alone:
-    seven eighths of a checkpoint are float32 weights and Adam's state."""
+    and manifest.json, the digests of all these files. best_<number>/ is the best one's hf/ alone,
+    an eighth of a checkpoint in bfloat16, a quarter in float32."""
 
     def __init__(self, folder: str, settings: dict, keep: int):
         """`settings`: what decides the results of the run; `keep` the newest checkpoints."""
@@ -35,20 +35,29 @@ class Checkpoints:
         return sorted(int(name[10:]) for name in names if name.startswith("iteration_"))
 
     def check_room(self, trained: dict) -> None:
-        """Raises UsageError where the disk has no room for the checkpoints that are kept, the one
-        that is being written, and the best one's hf/."""
+        """Raises UsageError where the disk has no room for the checkpoints that are kept, another
+        in writing and the best one's hf/. (RestEM saves no engine: nothing is asked for.)"""
         parameters = [p for engine in trained.values() for p in engine.module.parameters()]
+        for name in ("unfinished", "best_unfinished") if ranks.is_main() else ():  # of a kill
+            shutil.rmtree(f"{self.folder}/checkpoints/{name}", ignore_errors=True)
         # hf/ and DeepSpeed's copy of the weights, float32 weights and Adam's two moments: 16 bytes
         # a parameter, in float32 and in bfloat16
         size = 16 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters) / 1e9
-        needed = size * (self.keep + 1.25 - len(self.iterations()))
+        missing = self.keep + 1 - len(self.iterations()) + (0 if self.find_best() else 0.25)
         free = shutil.disk_usage(self.folder).free / 1e9
+        free, needed = ranks.from_main(lambda: (free, size * missing))  # a network's disk may lag
         require(
             needed <= free,
-            f"--output-dir {self.folder}: {free:.1f} GB free, {needed:.1f} needed: a checkpoint "
-            f"has {size:.1f} GB, --keep-checkpoints {self.keep} of them, one in writing, and the "
-            "best one's hf/",
+            f"--output-dir {self.folder}: {free:.3g} GB free, {needed:.3g} needed: a checkpoint "
+            f"has {size:.3g} GB, --keep-checkpoints {self.keep} of them, one in writing, and the "
+            "best one's hf/. Make room, or keep fewer",
         )
+
+    def find_best(self) -> dict[int, str]:
+        """{iteration: path} of the best ones that are kept without their engines."""
+        prefix = os.path.join(self.folder, "checkpoints", "best_")
+        paths = glob.glob(f"{glob.escape(prefix)}[0-9]*")
+        return {int(path.removeprefix(prefix)): path for path in paths}
 
     # ---- load
 
@@ -69,6 +78,9 @@ class Checkpoints:
             path = self.path(iteration)
             manifest = ranks.from_main(functools.partial(read_json, f"{path}/manifest.json"))
             digests = digest_files(path)
+            outdated = any(isinstance(digest, str) for digest in manifest.values())
+            hint = f"start a new run from its weights: --model {path}/hf"
+            require(not outdated, f"{path} was written by an older version of this code; {hint}")
             names = sorted(digests.keys() | manifest.keys())
             damage = [name for name in names if digests.get(name) != manifest.get(name)]
             if manifest and not damage:
@@ -132,14 +144,15 @@ class Checkpoints:
     def tidy_up(self, scores: dict[int, float]) -> None:
         """Links hf and best to the newest and to the one with the highest of `scores`, by
         iteration; removes what is not to be kept."""
-        done, prefix = self.iterations(), os.path.join(self.folder, "checkpoints", "best_")
-        kept = {int(path.removeprefix(prefix)): path for path in glob.glob(f"{prefix}[0-9]*")}
+        done, kept = self.iterations(), self.find_best()
+        prefix = os.path.join(self.folder, "checkpoints", "best_")
         choices = [iteration for iteration in sorted({*done, *kept}) if iteration in scores]
         best = max(choices, key=scores.__getitem__, default=done[-1])
         if best not in kept:  # the same files under a second name: no copy, no more room
-            shutil.rmtree(f"{prefix}unfinished", ignore_errors=True)
-            shutil.copytree(f"{self.path(best)}/hf", f"{prefix}unfinished", copy_function=os.link)
-            os.replace(f"{prefix}unfinished", f"{prefix}{best:06d}")
+            aside = f"{prefix}unfinished"
+            shutil.rmtree(aside, ignore_errors=True)
+            shutil.copytree(f"{self.path(best)}/hf", aside, copy_function=link_or_copy)
+            os.replace(aside, f"{prefix}{best:06d}")
         self.link("hf", f"{self.path(done[-1])}/hf")
         self.link("best", f"{prefix}{best:06d}")
         outdated = [path for iteration, path in kept.items() if iteration != best]
@@ -153,6 +166,14 @@ class Checkpoints:
             os.remove(link + ".tmp")
         os.symlink(os.path.relpath(target, self.folder), link + ".tmp")
         os.replace(link + ".tmp", link)
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """A second name for a file; a copy where the disk has no second names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def compare_settings(saved: dict, given: dict) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from common import ranks, require
 from tasks import chain
 from tasks.mathematics import load_mathematics
-from tasks.own import load_own
+from tasks.own import SPLITS, load_own
 
 
 class Problem(NamedTuple):
@@ -35,7 +35,6 @@ TASKS = {
     "math": Task("math", "boxed"),
     "jsonl": Task("line", "####"),
 }
-SPLITS = ("sft", "train", "validation", "test")  # sft.py learns from "sft", the others from "train"
 
 
 def load_problems(task: str, split: str, data_dir: str = "") -> list[Problem]:

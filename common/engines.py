@@ -6,6 +6,7 @@ import glob
 import os
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from common import UsageError, ranks, require
@@ -91,6 +92,7 @@ def initialize(model: torch.nn.Module, args):
     not even in the update: the old log-probs have none."""
     import deepspeed
 
+    dist.barrier()  # a slow disk: in DeepSpeed's own group, which comes next, patience is shorter
     # its C++ module for ranks that share memory is for inference: without it no compiler is needed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}

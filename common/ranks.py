@@ -22,8 +22,9 @@ from common import require
 
 PR_SET_PDEATHSIG = 1
 # How long a rank waits for a slow one: rank 0 writes checkpoints, and hard answers are one rank's.
-# (DeepSpeed's default is ten minutes. Of a dead one torchrun knows at once.)
-PATIENCE = timedelta(hours=24)
+# (DeepSpeed's default is ten minutes. A process that dies is known at once; for this long waits
+# whoever is connected to a machine that has lost its power.)
+PATIENCE = timedelta(hours=3)
 ENVIRONMENT = {
     "DS_LOG_LEVEL": "error",
     "TOKENIZERS_PARALLELISM": "false",
@@ -72,9 +73,9 @@ def set_up() -> tuple[int, int, torch.device]:
 
 def check_that_there_is_none() -> None:
     """Raises UsageError for a GPU that the driver knows and PyTorch cannot use: a run would go on,
-    for weeks, on the CPU. (CUDA_VISIBLE_DEVICES= says that this is wanted.)"""
+    for weeks, on the CPU. (CUDA_VISIBLE_DEVICES= says that this is wanted, -1 too.)"""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    if "CUDA_VISIBLE_DEVICES" in os.environ or not shutil.which(query[0]):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which(query[0]):
         return
     found = subprocess.run(query, capture_output=True, text=True)
     driver = "".join(found.stdout.split()[:1])

@@ -63,8 +63,9 @@ class Run:
         many of `total` iterations are done."""
         os.makedirs(os.path.join(self.folder, "checkpoints"), exist_ok=True)
         check_shared(self.folder)
-        self.checkpoints.check_room(trained)
         done = self.checkpoints.load(trained)
+        if done < total or not total:
+            self.checkpoints.check_room(trained)
         ranks.say_how_threads_wait()
         if self.is_main:
             write_json(os.path.join(self.folder, "args.json"), self.settings)

@@ -88,7 +88,7 @@ def prefix_decoder(ids: list[int], tokenizer, block: int = 64) -> Callable[[int]
 
     for end in range(block, len(ids), block):
         text = decode_until(end)
-        if not text.endswith("\ufffd"):
+        if text != blocks[-1][2] and not text.endswith("\ufffd"):
             blocks.append((blocks[-1][1], end, text))
     return decode_until
 

@@ -21,10 +21,12 @@ def stop(message):
 def check_driver(version):
     """Of the GPU. PyTorch's packages are for CUDA 13, which asks for a driver of its generation; an
     older one is no error to PyTorch: it would see no GPU."""
-    if int(version.split(".")[0]) < 580:
+    number = version.split(".")[0]
+    if number.isdigit() and int(number) < 580 and not os.environ.get("ANY_DRIVER"):
         stop(
             f"the GPU's driver is {version}, PyTorch's CUDA 13 needs 580 or newer: update it, or "
-            "hide the GPU with CUDA_VISIBLE_DEVICES= to install for the CPU"
+            "hide the GPU with CUDA_VISIBLE_DEVICES= to install for the CPU, or, where NVIDIA's "
+            "compatibility package is there, say ANY_DRIVER=1"
         )
 
 
@@ -66,7 +68,7 @@ def run(*command, quiet=False):
 def ask_driver():
     """Version of the GPU's driver, "" where there is no GPU, or where it is hidden."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") == "" or not shutil.which(query[0]):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which(query[0]):
         return ""
     found = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     words = found.stdout.decode().split()

@@ -44,8 +44,8 @@ PLAIN |= dict.fromkeys(("infinity", "inf", "oo"), r"\infty ")
 UNITS = {}
 for _spellings in """centimeter cm centimetre|meter m metre|millimeter mm|kilometer km kilometre
 |inch in inche|foot ft feet|yard yd|mile mi|gram g gm|kilogram kg|pound lb|ounce oz|second s sec
-|minute min|hour hr h|day|week|month|year yr|cent|dollar usd buck|degree deg|percent|per|euro|acre
-|liter litre l|gallon gal|radian rad|unit|square sq|cubic cu|am|pm""".split("|"):
+|minute min|hour hr h|day|week|month|year yr|cent|dollar usd buck|degree deg|percent pct|per|euro
+|acre|liter litre l|gallon gal|radian rad|unit|square sq|cubic cu|am|pm""".split("|"):
     UNITS |= dict.fromkeys(_spellings.split(), _spellings.split()[0])
 UNITS["mph"] = "hour mile per"
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -58,7 +58,7 @@ NOISE = re.compile(
 TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|normal)?|[mh]box|math(?:rm|bf|it)|operatorname\*?)\s*\{([^{}]*)\}"
 )
-THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\!|\\[, ]|~| )(?=\d{3}(?![\d/]))")
+THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,? ?\\! ?|\\[, ]|~| )(?=\d{3}(?![\d/]))")
 MIXED = re.compile(r"(?<![\w.^)}/])(\d+)\s*\\frac\{(\d{1,9})\}\{(\d{1,9})\}")
 REPEATING = re.compile(
     r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?|(\d+)\.()\((\d+)\)"
@@ -232,7 +232,7 @@ def read(text: str, thousands: bool = False) -> Value:
             r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)", lambda m: m[0].replace(",", ""), text
         )
     parts, found = split(text, SEPARATORS)
-    items = [read_item(each) for part in parts if part for each in choose_signs(part)]
+    items = [read_item(each) for part in parts if part for each in choose_signs(part, ("\\{",))]
     if not 1 <= len(items) <= MAX_ITEMS:
         raise Unreadable
     operator = {r"\and": r"\cap", r"\or": r"\cup"}.get("".join(set(found)))
@@ -241,8 +241,11 @@ def read(text: str, thousands: bool = False) -> Value:
     return items[0] if len(items) == 1 else Value("list", None, tuple(items))
 
 
-def choose_signs(text: str) -> list[str]:
-    r"""The texts that one with \pm stands for; \mp goes against a \pm."""
+def choose_signs(text: str, but: tuple[str, ...] = ()) -> list[str]:
+    r"""The texts that one with \pm stands for; \mp goes against a \pm. A set (`but` what opens so)
+    is one text: its items are chosen one by one."""
+    if text.startswith(but) and enclosed(text):
+        return [text]
     pieces = re.split(r"\\(pm|mp)(?![a-zA-Z])", text)  # text, sign, text, ...
     count, paired = len(pieces) // 2, "mp" in pieces
     if count > 4:
@@ -304,7 +307,8 @@ def read_structure(text: str) -> Value:
         parts, _ = split(inside, (",", ";"))
         brackets = text[:width] + text[-width:]
         if brackets == r"\{\}" or (brackets == "{}" and len(parts) > 1):
-            return Value("set", None, tuple(map(read_structure, parts)))
+            signed = [each for part in parts for each in choose_signs(part)]
+            return Value("set", None, tuple(map(read_structure, signed)))
         if len(parts) > 1 and brackets in ("()", "(]", "[)", "[]"):
             return Value("group", brackets, tuple(map(read_structure, parts)))
         if brackets in ("()", "[]", "{}"):
@@ -314,6 +318,8 @@ def read_structure(text: str) -> Value:
         if words[1] in COUNTS:
             return Value("expression", sympy.Integer(COUNTS.index(words[1])))
         return Value("words", words[1])
+    if re.fullmatch(r"[fgh]\s*\(\s*[A-Za-z]\s*\)", text):  # a function's value: 0 < f(x) < 1
+        return Value("expression", sympy.Symbol(spell(text), real=True))
     text, unit = strip_unit(text)
     magnitude, _, rest = unit.partition(" ")
     if magnitude in MAGNITUDES:

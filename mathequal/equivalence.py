@@ -13,17 +13,17 @@ import sys
 import threading
 import time
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 import sympy
 
-from mathequal.answers import GREEK, UNITS, Unreadable, Value, clean, read, spell
+from mathequal.answers import GREEK, UNITS, Unreadable, Value, clean, read, spell, split
 
 MEMORY_LIMIT = 1 << 30  # bytes of address space
 POINTS = ("0.7310585", "1.9134172", "-0.6180339", "2.2360679", "-1.4142135")
 DIGITS, TINY = 50, sympy.Float("1e-25")  # values at the points only say what cannot be equal
-LABEL = re.compile(  # x, x_1, f(x), (x,y), AB, \angle ABC, "area"
-    rf'(?:"[^"]*"|\\(?:angle|triangle|overline|{GREEK})|[A-Za-z](?:_\w|_\{{\w+\}})?|[{{}}\' ])*'
+LABEL = re.compile(  # x, x_1, f(x), (x,y), AB, a:b, \angle ABC, "area"
+    rf'(?:"[^"]*"|\\(?:angle|triangle|overline|{GREEK})|[A-Za-z](?:_\w|_\{{\w+\}})?|[{{}}\' :])*'
     r"(?:\([A-Za-z0-9, ]*\))?"
 )
 
@@ -41,9 +41,23 @@ def equal(answer: str, reference: str) -> bool:
     # "1,234" is a number, unless the reference shows ("100, 234") that commas part a list.
     thousands = not re.search(r"\d, \d{3}(?!\d)", reference)
     try:
-        return same(read(answer, thousands), read(reference, thousands))
+        sides = product(choose_sides(answer, thousands), choose_sides(reference, thousands))
+        return any(same(one, other) for one, other in sides)
     except Unreadable:
         return False
+
+
+def choose_sides(text: str, thousands: bool) -> list[Value]:
+    r"""2/3 and 0.67 of 2/3 \approx 0.67; 11 of x \approx 11. Raises Unreadable for numbers that are
+    not near one another, which would be two answers."""
+    parts, _ = split(text, (r"\approx",))
+    *others, last = [read(part, thousands) for part in parts]
+    others = [value for value in others if not LABEL.fullmatch(value.text)]
+    for value in others:
+        number, wanted = real_number(value), real_number(last)
+        if not bool(abs(number - wanted) <= abs(wanted) / 20):
+            raise Unreadable
+    return [*others, last]
 
 
 def same(a: Value, b: Value) -> bool:
@@ -219,11 +233,16 @@ def same_expressions(a, b) -> bool:
     symbols = frozenset(a.free_symbols | b.free_symbols)
     for i in range(3 if symbols else 1):
         one, other = probe(a, i, symbols), probe(b, i, symbols)
-        if None not in (one, other) and abs(one - other) > TINY * max(abs(one), abs(other)):
+        if None in (one, other) or (symbols and not (one.is_real and other.is_real)):
+            continue  # a root of what is below 0: the problem does not mean this point
+        if abs(one - other) > TINY * max(abs(one), abs(other)):
             return False
     difference = sympy.expand(a - b)
     if difference != 0:
         difference = sympy.simplify(difference)
+    if difference != 0 and symbols:  # sqrt(1/n) = 1/sqrt(n) where n is above 0
+        positive = {symbol: sympy.Symbol(symbol.name, positive=True) for symbol in symbols}
+        difference = sympy.simplify(difference.xreplace(positive))
     return difference == 0 or bool(difference.is_number and difference.equals(0))
 
 

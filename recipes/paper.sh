@@ -12,7 +12,8 @@
 # Not run by us: there was no GPU. `python -m benchmarks.plan` says what vineppo, ppo, grpo and rloo
 # will take of a GPU: PPO on DeepSeekMath-7B, whose critic comes on top, 73.9 GiB, 4 of them assumed.
 # (The official run moved optimizer state to the CPU; here only the reference model is there.)
-# dpo_pos.py holds the ids of its 736,000 responses on each rank's host, twice: some 2 GB a rank.
+# dpo_pos.py holds the ids of its 736,000 responses on each rank's host, twice: some 2 GB a rank, and as
+# much again while a part of them is graded.
 set -euo pipefail
 : "${TASK:?"this is a part of the other files: run rho1b_math.sh or one like it"}"
 METHOD=${1:?"which one? sft, vineppo, ppo, grpo, rloo, restem, dpo_pos or evaluate"}
@@ -58,7 +59,7 @@ DPO=(
 # 1e-4, of those searched in Table 1; it does not say which. DeepSeekMath-7B has no such runs.
 HIGHER_KL=(--kl-coef 3e-3)
 CRITIC=(--critic-learning-rate 1e-6)       # Table 1 has one learning rate
-# vLLM's share of a GPU, ours: as much as the plan leaves room for with 5 % to spare
+# vLLM's share of a GPU, ours: in tenths, so that the plan has 5 % of the GPU to spare
 SHARE=(--gpu-memory-utilization "$GPU_SHARE")
 
 SCRIPT=("$METHOD.py")
@@ -71,8 +72,8 @@ case $METHOD in
   ppo)
     SHARE=(--gpu-memory-utilization "$PPO_SHARE") # the critic takes some
     OPTIONS=("${RL[@]}" "${SAMPLING[@]}" "${POLICY_GRADIENT[@]}" "${SHARE[@]}" "${CRITIC[@]}")
-    # little room is left: holes between tensors should not cost it (docs/engines.md: safe with
-    # vLLM's sleep; not tried with --tensor-parallel-size)
+    # little room is left: holes between tensors should not cost it (docs/engines.md: vLLM's sleep
+    # allows for it; not tried on a GPU)
     export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
     ;;
   grpo | rloo)

@@ -6,7 +6,7 @@ from common import require
 from common.grading import check_answer
 from tasks.jsonl import read_jsonl
 
-FILES = ("sft", "train", "validation", "test")
+SPLITS = ("sft", "train", "validation", "test")  # sft.py learns from the first, others from train
 
 
 def load_own(split: str, folder: str, grading_rule: str) -> list[tuple[str, str, str | None]]:
@@ -20,7 +20,7 @@ def load_own(split: str, folder: str, grading_rule: str) -> list[tuple[str, str,
     for row in rows:
         check_answer(grading_rule, row["answer"], row["where"])
     places = {tuple(row["prompt"].split()): row["where"] for row in rows}
-    for other in sorted({*FILES} - ({"sft", "train"} if file in ("sft", "train") else {file})):
+    for other in sorted({*SPLITS} - ({"sft", "train"} if file in ("sft", "train") else {file})):
         path = os.path.join(folder, f"{other}.jsonl")
         for row in read_jsonl(path, ("prompt",)) if os.path.exists(path) else ():
             place = places.get(tuple(row["prompt"].split()))

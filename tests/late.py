@@ -1,13 +1,15 @@
 """A rank that is late, or dead, while the others wait for it. Run by the tests:
 
-torchrun --nproc-per-node 2 -m tests.late --seconds 75      prints `together`
-torchrun --nproc-per-node 2 -m tests.late --dead            ends, and names rank 1
+torchrun --nproc-per-node 2 -m tests.late --seconds 20                  prints `together`
+torchrun --nproc-per-node 2 -m tests.late --seconds 20 --patience 5     ends
+torchrun --nproc-per-node 2 -m tests.late --dead                        ends, and names rank 1
 """
 
 import os
 import signal
 import tempfile
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,10 @@ from tasks import chain
 from vineppo import Args, compute_logprobs
 
 
-def main(seconds: float = 0.0, dead: bool = False) -> None:
+def main(seconds: float = 0.0, dead: bool = False, patience: float = 0.0) -> None:
+    """`patience`: seconds in place of ranks.PATIENCE."""
+    if patience:
+        ranks.PATIENCE = timedelta(seconds=patience)
     rank, world_size, device = ranks.set_up()
     tokenizer = chain.make_tokenizer()
     model = AutoModelForCausalLM.from_config(chain.make_model_config(tokenizer))
@@ -41,7 +46,7 @@ def main(seconds: float = 0.0, dead: bool = False) -> None:
     inputs = [torch.ones(1, 9, dtype=torch.long), torch.tensor([4]), torch.ones(1, 5)]
     inputs = [tensor.to(device) for tensor in inputs]
     loss = compute_logprobs(engine, *inputs, temperature=1.0).sum()
-    ranks.add_up(torch.zeros(1))
+    ranks.add_up(torch.zeros(1, device=device))  # on GPUs through NCCL
     engine.set_gradient_accumulation_boundary(True)
     engine.backward(loss)
     engines.step(engine, 1e-4)

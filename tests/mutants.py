@@ -70,6 +70,7 @@ STAGES |= {
     "tasks/mathematics.py": [DATA],
     "tasks/sentences.py": [STEPS],
     "mathequal/boxes.py": EQUAL,
+    "mathequal/numbers.py": [GRADING],
     "mathequal/process.py": EQUAL,
 }
 SCRIPTS = {f"{name}.py" for name in RUNS}

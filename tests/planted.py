@@ -874,7 +874,7 @@ PLANTED = [
     Planted(
         "common/steps.py",
         "a block of tokens begins inside a character, whose other half is lost",
-        'if not text.endswith("\\ufffd"):',
+        'and not text.endswith("\\ufffd"):',
         "if text:",
     ),
     Planted(
@@ -1245,9 +1245,9 @@ PLANTED = [
         '_, marker, tail = response.partition("####")',
     ),
     Planted(
-        "common/grading.py",
+        "mathequal/numbers.py",
         "an expression (3/4, 9**9) is graded by its first number",
-        "    if match is None or OPERATOR.match(text, match.end()):\n",
+        "    if match is None or BEHIND.match(text, match.end()):\n",
         "    if match is None:\n",
     ),
     Planted(
@@ -1263,10 +1263,22 @@ PLANTED = [
         "        self.cache",
     ),
     Planted(
-        "common/grading.py",
+        "mathequal/numbers.py",
         "a minus behind the currency sign ($-5) is lost",
         '    negative = (match["sign"] or match["sign2"]) in ("-", "\\u2212")',
         '    negative = match["sign"] in ("-", "\\u2212")',
+    ),
+    Planted(
+        "mathequal/numbers.py",
+        "a denominator or an argument (\\\\frac{3}{4}, x-5) counts as the number",
+        "    if BEFORE.search(before) or is_difference:\n",
+        "    if False:\n",
+    ),
+    Planted(
+        "mathequal/numbers.py",
+        "an answer with more numbers in it (2 of 3) is taken as its first",
+        'and not re.search(r"\\d", rest)',
+        "",
     ),
     Planted(
         "common/grading.py",

@@ -11,6 +11,7 @@ start once. Each step of a replay starts from the weights that the recorded one 
 import importlib
 import os
 import pickle
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -24,6 +25,7 @@ class Replay(sampling.Sampler):
     """In place of the engine, not under test here: the recorded samples of these prompts."""
 
     recorded: dict[tuple, list[sampling.Sample]]
+    llm = SimpleNamespace(reset_prefix_cache=lambda: None)
 
     def __init__(self, args, tokenizer):
         self.args, self.tokenizer = args, tokenizer

@@ -130,7 +130,10 @@ def test_jsonl_with_bom_crlf_blank_lines_and_line_separators(tmp_path):
         ("[" * 100_000, "train.jsonl:1: not JSON"),
         ('{"id": 1' + "0" * 5000 + "}", "train.jsonl:1: not JSON"),
         ('{"prompt": "\\ud800 x", "answer": "1"}', '"prompt" has half of a character'),
-        ('{"prompt": "a", "answer": "yes"}\n', "train.jsonl:1: the answer 'yes' is no number"),
+        (
+            '{"prompt": "a", "answer": "yes"}\n',
+            "train.jsonl:1: the answer 'yes' is not a plain number",
+        ),
     ],
 )
 def test_unusable_files_are_named(tmp_path, text, message):

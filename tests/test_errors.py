@@ -131,7 +131,7 @@ CASES = [
     ("a line that is no object", [*JSONL, "FOLDER/list"], "FOLDER/list/train.jsonl:2: a line must hold an object, found list"),
     ("a line without an answer", [*JSONL, "FOLDER/no_answer"], 'FOLDER/no_answer/train.jsonl:1: "answer" must be a non-empty string, found None'),
     ("an answer that is no string", [*JSONL, "FOLDER/number"], 'FOLDER/number/train.jsonl:1: "answer" must be a non-empty string, found 2'),
-    ("an answer that is no number", [*JSONL, "FOLDER/words"], "FOLDER/words/train.jsonl:1: the answer 'two' is no number, so no response could be right"),
+    ("an answer that is no number", [*JSONL, "FOLDER/words"], "FOLDER/words/train.jsonl:1: the answer 'two' is not a plain number, so no response could be right"),
     ("GSM8K without its marker", ["--task", "gsm8k", "--data-dir", "FOLDER/no_marker"], "FOLDER/no_marker/train.jsonl:1: the answer has no '####' before its number"),
     ("another encoding", [*JSONL, "FOLDER/latin"], "FOLDER/latin/train.jsonl: not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 15: invalid continuation byte)"),
     ("half a character", [*JSONL, "FOLDER/surrogate"], 'FOLDER/surrogate/train.jsonl:1: "prompt" has half of a character (a lone surrogate)'),

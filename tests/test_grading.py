@@ -10,9 +10,10 @@ import pytest
 import mathequal
 import mathequal.process
 from common import ranks
-from common.grading import extract_number, grade, grade_all
+from common.grading import grade, grade_all
 from common.sampling import Sample
 from mathequal import grade_boxed
+from mathequal.numbers import extract_number, is_number
 from tasks import chain
 from tests.conftest import call
 
@@ -68,9 +69,69 @@ def test_grade(response, answer, right):
     assert not os.path.exists("GRADER_PWNED")
 
 
-def test_extract_number():
-    assert extract_number("in all $1,234.50 or so") == "1234.5"
-    assert extract_number("none") is None
+NUMBERS = {
+    "1": ["1", "01.0", "+1", "€1.000", "= 1"],
+    "5": ["5 kg", "5kg", "5 kilos", r"5\%", "5 %", r"5^\circ", r"\$5", "5-year-old", "5 = 2+3"],
+    "72": ["72.", "72, so", "**72**", r"\boxed{72}", r"\text{72}", "72 dollars, not 20", "72\n3"],
+    "60": ["60/hour", "60 miles/hour", "and/or 60"],
+    "-5": ["-5", "= -5", "total: -5", "- $ 5", "$-5"],
+    "1000": ["1,000", "1 000", "1\u202f000", "1_000", "1'000", r"1\,000", "1{,}000", "1,000.0"],
+    "100000": ["1,00,000", "100,000", "100 000"],
+    "11111111100": [r"11,\! 111,\! 111,\! 100"],
+    "1234.5": ["in all $1,234.50 or so", "1234.5"],
+}
+WITH_OTHERS = ("72 dollars, not 20", "72\n3", "5 = 2+3")  # as an answer they say two things
+NO_NUMBERS = [
+    *["none", "", "2 2/3", r"\frac{3}{4}", r"2\frac{2}{3}", r"{3 \over 4}", "3/4", "2½", "2 ½"],
+    *[
+        "5!",
+        "5²",
+        "x^2",
+        "5^{2}",
+        "x_2",
+        r"\sqrt{9}",
+        "9**9",
+        "5 \u00d7 3",
+        r"5 \times 3",
+        "5*3",
+        "1e9",
+    ],
+    *["5 million", "5-million", r"5\text{ million}", "5k", "5 K", "5 hundredths", "5 dozen"],
+    *["10-15", "10 - 15", "10\u201315", "10 to 15", "3 or 4", "3 and 4", "5 and a half", "5+3=8"],
+    *["1:3", "12:30", "5,5", "1,23", "1 0000", "1.2.3", "x-5", r"5\pm 1", "2 3"],
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [(text, number) for number, texts in NUMBERS.items() for text in texts]
+    + [(text, None) for text in NO_NUMBERS],
+)
+def test_extract_number(text, number):
+    """A number that opens, or closes, something else is not its value."""
+    assert extract_number(text) == number
+    assert is_number(text) == (number is not None and text not in WITH_OTHERS)
+
+
+@pytest.mark.parametrize(
+    "text", ["1", " ", "\n", "1,", "1 ", "-", "{,}", "\\", "1,\\! ", "$ ", "\\frac{"]
+)
+def test_extract_number_takes_linear_time(text):
+    start = time.thread_time()
+    for ending in ("", "5", "x"):
+        extract_number(text * 100_000 + ending)
+        is_number(text * 100_000 + ending)
+    assert time.thread_time() - start < 30
+
+
+@pytest.mark.skipif(not os.path.exists(CASES), reason="no grader cases beside the clone")
+@pytest.mark.parametrize("name", ["21_grading_gsm8k", "20_grading_math"])
+def test_rows_from_the_field(name):
+    with open(os.path.join(SHARED, f"cases/field/{name}.jsonl"), encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    rule = {"gsm8k": grade, "math": grade_boxed}[rows[0]["dataset"]]
+    wrong = [r["id"] for r in rows if bool(rule(r["response"], r["ground_truth"])) != r["expected"]]
+    assert len(rows) >= 8 and wrong == []
 
 
 def test_a_response_that_was_cut_off_gets_nothing():

@@ -1,6 +1,7 @@
 """The scripts with their real engines: runs, kills and resumes, ranks, sampler and trainer."""
 
 import argparse
+import errno
 import filecmp
 import hashlib
 import json
@@ -71,7 +72,15 @@ def test_a_run_leaves_what_it_should(finished, sft_model):
         ([{}, {}, {}, {}], 8),
     ],
 )
-def test_the_best_checkpoint_stays(metrics, best, tmp_path):
+@pytest.mark.parametrize("knows_links", [True, False])
+def test_the_best_checkpoint_stays(metrics, best, knows_links, monkeypatch, tmp_path):
+    def refuse(source, target):
+        raise OSError(errno.EPERM, "no such thing here")
+
+    if not knows_links:
+        monkeypatch.setattr(os, "link", refuse)
+    tmp_path = tmp_path / "lr [1e-6]*"
+    tmp_path.mkdir()
     logger = run.Run.__new__(run.Run)
     logger.folder, checkpoints = str(tmp_path), Checkpoints(str(tmp_path), {}, keep=1)
     lines = [{"iteration": i + 1} for i in range(8)]
@@ -91,6 +100,7 @@ def test_the_best_checkpoint_stays(metrics, best, tmp_path):
 
 def test_a_disk_without_room_is_named_at_the_start(monkeypatch, tmp_path):
     """Two are kept, a third is in writing, beside them the best one's weights."""
+    ranks.set_up()
     engine = SimpleNamespace(module=torch.nn.Linear(1000, 1000, bias=False))  # 16 MB
     checkpoints = Checkpoints(str(tmp_path), {}, keep=2)
     (tmp_path / "checkpoints").mkdir()
@@ -250,6 +260,15 @@ def test_a_damaged_checkpoint_is_passed_by(checkpoints, damage, name, capsys):
     for _ in range(2):  # the second time too: it does not begin again in silence
         with pytest.raises(UsageError, match="all of its checkpoints are damaged; start a new"):
             checkpoints.find_whole()
+
+
+def test_a_checkpoint_of_older_code_is_not_called_damaged(checkpoints):
+    path = f"{checkpoints.path(6)}/manifest.json"
+    with open(path, "w") as file:
+        json.dump({"settings.json": "a digest of the whole file"}, file)
+    with pytest.raises(UsageError, match="written by an older version of this code; start a new"):
+        checkpoints.find_whole()
+    assert checkpoints.iterations() == [2, 4, 6]
 
 
 @pytest.mark.parametrize(

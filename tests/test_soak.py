@@ -29,7 +29,7 @@ from tests.conftest import (
     start_run,
 )
 from tests.test_replays import SCRIPTS, check_same
-from tests.test_runs import FAST, HANG, check_same_run, end_at
+from tests.test_runs import BASELINES, FAST, HANG, check_same_run, end_at
 from tests.test_sampler import check_parity
 
 pytestmark = pytest.mark.soak
@@ -157,6 +157,24 @@ def test_memory_and_files_do_not_grow(sft_model, tmp_path):
     assert growth < 0.02 and files[1] <= files[0]
 
 
+def test_samples_in_parts_go_on_behind_those_that_are_there(sft_model, tmp_path):
+    """DPO-Positive, killed while it samples: two prompts a part, the second part is missing."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    code = "import dpo_pos; from common import flags; dpo_pos.PART = 2\n"
+    code += "dpo_pos.main(flags.parse(dpo_pos.Args))"
+    arguments = ["-c", code, *BASELINES["dpo_pos.py"], "--model", sft_model, "--output-dir"]
+    call(*arguments, str(whole))
+    shutil.copytree(whole, run, symlinks=True)
+    for name in ("hf", "best", "finished", "samples_0001.json", "metrics.jsonl"):
+        os.remove(run / name)
+    for name in os.listdir(run / "checkpoints"):
+        shutil.rmtree(run / "checkpoints" / name)
+    call(*arguments, str(run), "--resume", "auto")
+    for name in ("samples_0000.json", "samples_0001.json"):
+        assert (run / name).read_bytes() == (whole / name).read_bytes()
+    check_same_run(run, whole)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
 def test_a_full_disk_loses_nothing(sft_model, tmp_path):
     """A disk with room for one checkpoint and a half; then for all."""
@@ -164,17 +182,22 @@ def test_a_full_disk_loses_nothing(sft_model, tmp_path):
     disk.mkdir()
     arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir"]
     call(*arguments, str(tmp_path / "whole"))
-    mount = ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
     if subprocess.call(mount) != 0:
         pytest.skip("mount is not allowed here")
     try:
         arguments.append(str(disk / "run"))
-        result = call(*arguments, fails=True)
-        assert "error: checkpoint 4 could not be written" in result.stderr
-        assert (
-            "checkpoint 2 is intact: mend that (is the disk full?), then --resume auto"
-            in result.stderr
-        )
+        process = start_run(arguments, 1)  # it has room at its start, then somebody else needs it
+        wait_for(disk / "run/checkpoints/iteration_000002/manifest.json", process)
+        os.killpg(process.pid, signal.SIGSTOP)
+        subprocess.check_call(["mount", "-o", "remount,size=10m", str(disk)])
+        os.killpg(process.pid, signal.SIGCONT)
+        output, _ = process.communicate(timeout=HANG)
+        assert process.returncode == 1 and "error: checkpoint 4 could not be written" in output
+        hint = "checkpoint 2 is intact: mend that (is the disk full?), then --resume auto"
+        assert hint in output
+        result = call(*arguments, "--resume", "auto", fails=True)
+        assert "needed: a checkpoint has" in result.stderr  # said before the first iteration
         assert sorted(os.listdir(disk / "run/checkpoints")) == ["best_000002", "iteration_000002"]
         subprocess.check_call(["mount", "-o", "remount,size=64m", str(disk)])
         call(*arguments, "--resume", "auto")

@@ -1,0 +1,57 @@
+"""Plain numbers, as GSM8K's answers are: "$1,234.50" is 1234.5; "2 2/3", "10-15", "5!" are none."""
+
+import re
+
+# Between groups of three digits: a comma, LaTeX's "{,}" or thin space, a space, an apostrophe, "_".
+GAP = r"(?:\{,\}|,? ?\\[,!:; ] ?|[, \u00a0\u2009\u202f'_])"
+# A sign before or after the currency, digits on at least one side of the dot. ASCII digits only;
+# U+2212 is the minus that word processors write. Spaces are bounded: two unbounded runs side by
+# side would take cubic time on a page of newlines.
+NUMBER = re.compile(
+    r"(?:(?P<sign>[-+\u2212])\s{0,3})?(?:\\?[$€£]\s{0,3})?(?P<sign2>[-+\u2212])?"
+    rf"(?P<digits>\d{{1,3}}(?:{GAP}\d{{3}})+(?!\d)(?:\.\d+)?|\d{{1,2}}(?:,\d\d)+,\d{{3}}(?!\d)"
+    r"|\d+\.?\d*|\.\d+)",
+    re.ASCII,
+)
+SCALES = "hundred|thousand|million|billion|trillion|dozen|lakh|crore|bn\\b|mn\\b|k\\b"
+# What stands behind a number and makes it a part of something else.
+BEHIND = re.compile(
+    r"[eE][-+]?\d|,\d|\.\d|!|[\u00b2\u00b3\u00b9\u2070-\u2079]"  # 1e9, 5,5, 1.2.3, 5!, 5²
+    r"|\s{0,3}(?:\*\*|[-+*/^:\u00b1\u00b7\u00d7\u00f7\u2012-\u2015\u2212]"  # 3/4, 1:3, 10-15
+    r"|\\(?:times|cdot|div|over|pm)(?![a-z]))\s{0,3}[-+({\\$€£]{0,3}\s{0,3}\d"
+    r"|[ \t\u00a0]{1,3}\d|\s{0,3}[\u00bc-\u00be\u2150-\u215e]"  # 2 2/3, 2½
+    r"|\s{0,3}\\(?:[dt]?frac|sqrt|pi|binom|choose)(?![a-z])"
+    r"|\s{1,3}(?:to|or|and|through)\s{1,3}[$€£]?[-+]?\d|\s{1,3}and an? (?:half|third|quarter)"
+    rf"|[-\s]{{0,3}}(?:\\(?:text|mathrm|,)\s?\{{?\s{{0,3}})?(?i:{SCALES})",
+    re.ASCII,
+)
+# What stands before it and does: a power, an index, a denominator, an argument (\frac{3}{4}).
+BEFORE = re.compile(
+    r"(?:(?:\^|[\w)\]}]\s{0,3}[_/*\u00d7\u00f7])\s{0,3}\{?\s{0,3}"
+    r"|\\(?!boxed|text|math|fbox|bf)[a-zA-Z]+\s{0,3}(?:\[[^]]{0,9}\]\s{0,3})?\{\s{0,3})$",
+    re.ASCII,
+)
+
+
+def extract_number(text: str) -> str | None:
+    """The first number of `text` in one spelling ("$1,234.50 in all" -> "1234.5"), None where there
+    is none or where it is a part of something else, an expression, a range, five millions."""
+    match = NUMBER.search(text)
+    if match is None or BEHIND.match(text, match.end()):
+        return None
+    before = text[max(0, match.start() - 40) : match.start()]
+    is_difference = match["sign"] and re.search(r"[\w)\]}]$", before)  # x-5
+    if BEFORE.search(before) or is_difference:
+        return None
+    whole, _, fraction = match["digits"].partition(".")
+    whole = re.sub(r"\D", "", whole)
+    number = (whole.lstrip("0") or "0") + ("." + fraction.rstrip("0")).rstrip(".")
+    negative = (match["sign"] or match["sign2"]) in ("-", "\u2212") and number != "0"
+    return "-" + number if negative else number
+
+
+def is_number(text: str) -> bool:
+    """Whether `text` is one number, perhaps with a currency or a unit: no other digits."""
+    match = NUMBER.search(text)
+    rest = text[: match.start()] + text[match.end() :] if match else ""
+    return extract_number(text) is not None and not re.search(r"\d", rest)
