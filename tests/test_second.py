@@ -794,7 +794,8 @@ def check_evaluate(folder: str, name: str) -> dict:
     assert result["pass@1"] == pytest.approx(mean)
     rng, size = random.Random(0), len(scores)
     means = sorted(sum(rng.choices(scores, k=size)) / size for _ in range(10_000))
-    assert result["interval"] == pytest.approx([means[250], means[-251]], abs=0.05)
+    step = 1 / (size * flags["rounds"])  # of a mean: another draw may end a step away
+    assert result["interval"] == pytest.approx([means[250], means[-251]], abs=0.05 + step)
     assert not run.events
     return {"right": mean, "wrong": 1 - mean}
 
@@ -845,6 +846,8 @@ def test_second_computation_of_other_shapes(second, ranks, runs, flags, tmp_path
     call("-m", "tests.record", str(tmp_path), "--runs", *runs, f"--flags={flags}", ranks=ranks)
     for name in runs:
         seen = CHECKS[name](str(tmp_path), name)
-        assert name not in ESTIMATORS or (seen["cut"] and seen.get("stopped", 1)), seen
+        # with a stop string before the answer no response reaches the limit
+        is_full = (seen["cut"] or "####" in flags) and seen.get("stopped", 1)
+        assert name not in ESTIMATORS or is_full, seen
         if name != "evaluate":
             assert differences(tmp_path / f"{name}.resumed", tmp_path / name) == []
