@@ -54,11 +54,11 @@ def bootstrap_interval(
 def main(args: Args) -> None:
     ranks.set_up()
     flags.check(args)
-    problems = data.load_problems(args.task, args.split, args.data_dir)
+    rule = data.find_task(args).grading_rule
+    problems = data.load_problems(args.task, args.split, args.data_dir, rule)
     tokenizer = engines.load_tokenizer(args)
     problems, prompts = data.fit(args, problems[: args.num_problems or None], tokenizer)
     sampler = sampling.Sampler(args, tokenizer)
-    rule = data.TASKS[args.task].grading_rule
     scores = sampler.evaluate(
         problems, prompts, rule, args.seed, args.rounds, args.temperature, progress=True
     )

@@ -162,7 +162,7 @@ def main(args: Args) -> None:
     flags.check(args, num_responses)
     logger = run.Run(__file__, args)
     problems, eval_problems = data.load(args, "train"), data.load(args, "validation")
-    task = data.TASKS[args.task]
+    task = data.find_task(args)
     tokenizer = engines.load_tokenizer(args)
     problems, prompts = data.fit(args, problems, tokenizer)
     eval_problems, eval_prompts = data.fit(args, eval_problems, tokenizer)

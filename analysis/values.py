@@ -140,7 +140,7 @@ class Prober:
 
     def __init__(self, args: Args, sampler, tokenizer):
         self.args, self.sampler, self.tokenizer, self.critic = args, sampler, tokenizer, None
-        self.task = data.TASKS[args.task]
+        self.task = data.find_task(args)
 
     def use(self, model: str, critic: str = "") -> torch.nn.Module:
         """Go on with another checkpoint; `critic`: the file of one, by default that beside it."""

@@ -115,7 +115,7 @@ def main(
     module = importlib.import_module(script)
     recorder = Recorder(module)
     # the same folder on all ranks
-    folder = os.path.join(tempfile.gettempdir(), f"iteration-{os.environ['MASTER_PORT']}")
+    folder = ranks.from_main(lambda: os.path.join(tempfile.mkdtemp(), "run"))
     args = module.Args(
         model=model,
         output_dir=folder,

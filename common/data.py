@@ -5,8 +5,8 @@
          lines have "question" and "answer" (the solution, with the number behind "####")
 `math`   competition mathematics, tested on MATH-500: from the hub, or such a folder whose lines
          have "problem" and "solution" (the answer in its last box), "answer" where it is known
-`jsonl`  your own: a folder with <split>.jsonl, each line an object with "prompt" and "answer" (what
-         the number after "####" must be), and "solution" where sft.py is to learn from it
+`jsonl`  your own: a folder with <split>.jsonl, each line an object with "prompt", "answer" (of the
+         number after "####" or, with --grading-rule boxed, of the last box), "solution" for sft.py
 """
 
 import os
@@ -37,19 +37,26 @@ TASKS = {
 }
 
 
-def load_problems(task: str, split: str, data_dir: str = "") -> list[Problem]:
-    """The problems of one split ("sft", "train", "validation" or "test").
+def find_task(args) -> Task:
+    """That of --task; where your own problems are graded and cut into steps otherwise, so."""
+    require(args.task in TASKS, f"--task {args.task}: no such task; there are {', '.join(TASKS)}")
+    given = {"step_rule": args.step_rule, "grading_rule": args.grading_rule}
+    given = {name: rule for name, rule in given.items() if rule != "auto"}
+    what = "--step-rule and --grading-rule are for --task jsonl"
+    require(not given or args.task == "jsonl", f"{what}; {args.task} has its own")
+    return TASKS[args.task]._replace(**given)
 
-    Raises UsageError, naming the flag or the file and line, for anything that cannot be used.
-    """
-    require(task in TASKS, f"--task {task}: no such task; there are {', '.join(TASKS)}")
+
+def load_problems(task: str, split: str, data_dir: str = "", rule: str = "####") -> list[Problem]:
+    """The problems of one split ("sft", "train", "validation" or "test"); `rule`: how your own are
+    graded. Raises UsageError, naming the flag or the file and line, for what cannot be used."""
     require(split in SPLITS, f"--split {split}: no such split; there are {', '.join(SPLITS)}")
     require(not data_dir or os.path.isdir(data_dir), f"--data-dir {data_dir}: no such folder")
     if task == "chain":
         return [Problem(*row) for row in chain.make_problems(split)]
     if task == "jsonl":
         require(data_dir, f"--task {task} reads a folder of JSONL files: name it with --data-dir")
-        return [Problem(*row) for row in load_own(split, data_dir, TASKS[task].grading_rule)]
+        return [Problem(*row) for row in load_own(split, data_dir, rule)]
     splits, missing = load_mathematics(task, "test" if split == "test" else "train", data_dir)
     where = data_dir or "the hub"
     require(
@@ -70,7 +77,7 @@ def load(args, split: str) -> list[Problem]:
     are never asked for."""
     if split == "validation" and not args.eval_every:
         return []
-    problems = load_problems(args.task, split, args.data_dir)
+    problems = load_problems(args.task, split, args.data_dir, find_task(args).grading_rule)
     return problems[: args.eval_problems] if split == "validation" else problems
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -41,12 +40,7 @@ ON_A_CPU = {
 def set_up() -> tuple[int, int, torch.device]:
     """(rank, world size, device). Without torchrun it fills in the variables of one process."""
     if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-        single |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in single.items()})
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     else:  # where torchrun is killed, its ranks must not go on, beside those of the next start
         ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     on_gpu = torch.cuda.is_available()
@@ -66,7 +60,9 @@ def set_up() -> tuple[int, int, torch.device]:
         hook = sys.excepthook
         # Not bound to a device, as DeepSpeed would: then a barrier, and each new group of vLLM,
         # would need all ranks at once.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
+        backend, alone = "cpu:gloo,cuda:nccl" if on_gpu else "gloo", os.environ["WORLD_SIZE"] == "1"
+        place = dict(store=dist.HashStore(), rank=0, world_size=1) if alone else {}  # needs no port
+        dist.init_process_group(backend, timeout=PATIENCE, **place)
         sys.excepthook = hook  # torch's puts the rank before every line of a message
     return dist.get_rank(), dist.get_world_size(), device
 

@@ -5,6 +5,7 @@ import os
 import re
 
 from common import UsageError, require
+from common.grading import RULES
 
 
 def read_jsonl(path: str, fields: tuple[str, ...]) -> list[dict]:
@@ -54,3 +55,12 @@ def check_row(row: object, fields: tuple[str, ...], where: str) -> dict:
             f'{where}: "{field}" has half of a character (a lone surrogate)',
         )
     return {**row, "where": where}
+
+
+def check_answer(rule: str, answer: str, where: str) -> None:
+    """Raises UsageError for an answer to which no response could be right."""
+    what = {"####": "a plain number", "boxed": "an answer"}[rule]
+    require(
+        RULES[rule].is_gradable(answer),
+        f"{where}: the answer {answer!r:.60} is not {what}, so no response could be right",
+    )

@@ -7,9 +7,8 @@ import os
 import re
 
 from common import UsageError, ranks, require
-from common.grading import check_answer
 from mathequal.boxes import extract_boxed
-from tasks.jsonl import check_row, read_jsonl
+from tasks.jsonl import check_answer, check_row, read_jsonl
 
 PROMPT = "[MATH_TASK] Problem:\n{problem}\n\nSolution:"  # as the official configs write it
 SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra")

@@ -3,8 +3,7 @@
 import os
 
 from common import require
-from common.grading import check_answer
-from tasks.jsonl import read_jsonl
+from tasks.jsonl import check_answer, read_jsonl
 
 SPLITS = ("sft", "train", "validation", "test")  # sft.py learns from the first, others from train
 

@@ -8,11 +8,13 @@ import sys
 from collections import Counter
 
 import pytest
+import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import sft
+import vineppo
 from common import UsageError, data, engines
 from common.grading import grade
 from mathequal import extract_boxed, grade_boxed
@@ -261,6 +263,18 @@ def test_committed_splits_are_the_smallest_fingerprints():
 
 
 @needs_data
+def test_your_own_problems_may_have_boxed_answers(tmp_path):
+    row = {"prompt": "a", "answer": r"\frac{1}{2}"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    args = ["--task", "jsonl", "--data-dir", str(tmp_path), "--grading-rule", "boxed"]
+    args = tyro.cli(vineppo.Args, args=[*args, "--step-rule", "math"])
+    assert data.find_task(args) == data.Task("math", "boxed")
+    assert data.load(args, "train") == [data.Problem("a", r"\frac{1}{2}", None)]
+    args.grading_rule = "auto"
+    with pytest.raises(UsageError, match=r"frac\{1\}\{2\}' is not a plain number"):
+        data.load(args, "train")
+
+
 def test_what_would_mix_the_splits_is_refused(tmp_path):
     train, test = (read_jsonl(f"{MATH}/{name}.jsonl") for name in ("train", "test"))
 

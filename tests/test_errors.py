@@ -123,6 +123,7 @@ CASES = [
     ("**Files**", [], ""),
     ("your own task without a folder", ["--task", "jsonl"], "--task jsonl reads a folder of JSONL files: name it with --data-dir"),
     ("a folder that is not there", [*JSONL, "FOLDER/nowhere"], "--data-dir FOLDER/nowhere: no such folder"),
+    ("rules of a task that has its own", ["--grading-rule", "boxed"], "--step-rule and --grading-rule are for --task jsonl; chain has its own"),
     ("a file that is not there", [*JSONL, "FOLDER/nothing"], "FOLDER/nothing/train.jsonl: no such file"),
     ("no validation problems", [*JSONL, "FOLDER/no_validation"], "FOLDER/no_validation/validation.jsonl: no such file (--eval-every 0 does without)"),
     ("an empty file", [*JSONL, "FOLDER/empty"], "FOLDER/empty/train.jsonl: empty, expected one JSON object a line"),

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
+from common import data
 from tasks import chain
 from tests.conftest import (
     BIN,
@@ -362,6 +363,29 @@ def test_smollm2_is_not_vacuous(smollm2, task, run):
         assert line["policy/sampler_gap"] < 1e-4
     steps = [len(e["steps"]) for e in read_jsonl(smollm2 / run / "episodes.jsonl")]
     assert max(steps) > 1
+
+
+@pytest.mark.skipif(not os.path.isdir(DATA), reason="no data sets beside the clone")
+def test_boxed_problems_of_ones_own(smollm2):
+    """Twenty short problems of MATH as JSONL, behind the test above: the code is as it is."""
+    model = smollm2 / "sft-smollm2-math/hf"
+    if not model.exists():
+        pytest.skip("test_smollm2_is_not_vacuous makes the checkpoint")
+    own = smollm2 / "own"
+    own.mkdir()
+    problems = data.load_problems("math", "train", f"{DATA}/math")
+    short = [one for one in problems if len(one.prompt) < 90 and len(one.solution) < 120][:20]
+    lines = [json.dumps({"prompt": one.prompt, "answer": one.answer}) for one in short]
+    (own / "train.jsonl").write_text("\n".join(lines))
+    sizes = ["--max-model-len", "128", "--max-response-len", "64", "--num-prompts", "8"]
+    sizes += ["--group-size", "4", "--minibatch-size", "16", "--k", "2", "--num-iterations", "2"]
+    rules = ["--task", "jsonl", "--data-dir", str(own), "--grading-rule", "boxed"]
+    rules += ["--step-rule", "math", "--eval-every", "0", "--learning-rate", "1e-6"]
+    output = ["--model", str(model), "--output-dir", str(smollm2 / "vineppo-own")]
+    print("\n" + call("vineppo.py", *rules, *sizes, *output).stdout)
+    metrics = read_jsonl(smollm2 / "vineppo-own/metrics.jsonl")
+    assert len(lines) == 20 and len(metrics) == 2
+    assert sum(line["rollout/reward"] + line["adv/value"] for line in metrics) > 0
 
 
 def test_gradients_point_the_same_way(embedded):
