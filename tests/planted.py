@@ -873,7 +873,7 @@ PLANTED = [
     ),
     Planted(
         "common/steps.py",
-        "a block of tokens begins inside a character, whose other half is lost",
+        "a block of tokens begins inside a character: then all before it is decoded each time",
         'and not text.endswith("\\ufffd"):',
         "if text:",
     ),

@@ -429,13 +429,14 @@ def test_a_prefix_decoded_in_blocks_is_the_prefix(tokenizer):
                 assert decode_until(n) == tokenizer.decode(ids[:n], skip_special_tokens=True)
 
 
-def test_thousands_of_lines_take_no_longer_than_they_have_tokens():
+@pytest.mark.parametrize("line", ["7\n", "\u6f22\u5b57\n"])  # a token; three bytes a sign
+def test_thousands_of_lines_take_no_longer_than_they_have_tokens(line):
     """Tokens that are decoded, not seconds: it was the square of the response's length."""
     tokenizer, decoded = make_bpe("byte"), []
     decode = tokenizer.decode
     tokenizer.decode = lambda ids, **flags: decoded.append(len(ids)) or decode(ids, **flags)
     for lines in (500, 1000):
-        ids = tokenizer("7\n" * lines)["input_ids"]
+        ids = tokenizer(line * lines)["input_ids"]
         assert len(steps.split_steps(ids, tokenizer, "line")) == pytest.approx(lines, abs=1)
         decoded.append(None)
     half, whole, _ = "".join(f"{n}," for n in decoded).split("None,")
