@@ -185,15 +185,13 @@ def compare_settings(saved: dict, given: dict) -> str:
 
 def check_shared(folder: str) -> None:
     """Raises UsageError where a rank does not see what rank 0 writes to the folder."""
-    probe = ranks.from_main(lambda: tempfile.mkstemp(dir=folder)[1])
+    name = ranks.from_main(lambda: os.path.basename(tempfile.mkstemp(dir=folder)[1]))
+    probe = os.path.join(folder, name)  # as this rank names it
     blind = ranks.gather([] if os.path.exists(probe) else [socket.gethostname()])
     if ranks.is_main():
         os.remove(probe)
-    require(
-        not blind,
-        f"--output-dir {folder}: {', '.join(sorted(set(blind)))} does not see what rank 0 writes "
-        "there: it must be a folder that all nodes share",
-    )
+    what = "does not see what rank 0 writes there: it must be a folder that all nodes share"
+    require(not blind, f"--output-dir {folder}: {', '.join(sorted(set(blind)))} {what}")
 
 
 def write_json(path: str, content: dict) -> None:
