@@ -7,6 +7,7 @@ optimizer steps, the metrics, what was dumped. One process: the engines start on
 """
 
 import importlib
+import itertools
 import json
 import os
 import weakref
@@ -130,6 +131,8 @@ def main(folder: str, model: str) -> None:
             explode_ratio(module)
         elif fault == "twice":  # the same prompts, which were recorded, and hardly other weights
             ranks.draw, alive = draw_the_first, watch_engines()
+            scores = itertools.cycle([0.5, 0.25])  # of each walk's two checkpoints
+            replay.Replay.evaluate = lambda *_, scores=scores: [next(scores)]
             options |= dict(num_iterations=2, learning_rate=1e-9)
         else:  # the sampler's log-probs are those of other weights, for all, the longest, the rest
             longest = max(len(s.ids) for group in recorded.values() for s in group)

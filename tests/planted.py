@@ -875,7 +875,7 @@ PLANTED = [
         "common/steps.py",
         "a block of tokens begins inside a character: then all before it is decoded each time",
         'and not text.endswith("\\ufffd"):',
-        "if text:",
+        "and text:",
     ),
     Planted(
         "common/steps.py",

@@ -151,6 +151,9 @@ def test_restem_with_nothing_right_stays_at_the_sft_checkpoint(faults):
 def test_restem_forgets_its_engine_before_it_makes_another(faults):
     found = faults[1]["restem", "twice"]
     assert found["error"] == "" and len(found["metrics"]) == 2
+    for line in found["metrics"]:  # the walk rejects its second checkpoint, and that one's accuracy
+        assert line["eval/pass@1"] == 0.5 and line["walk/chosen_update"] == 0
+        assert line["walk/evaluations"] == 2 and line["walk/updates"] > 0
     # before the loop, then in each of two iterations: else a GPU would have to hold both
     assert found["alive"] == [0, 0, 0]
 
