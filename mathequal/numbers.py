@@ -14,15 +14,16 @@ NUMBER = re.compile(
     re.ASCII,
 )
 SCALES = "hundred|thousand|million|billion|trillion|dozen|lakh|crore|bn\\b|mn\\b|k\\b"
-# What stands behind a number and makes it a part of something else.
+# What stands behind a number, on its line, and makes it a part of something else.
 BEHIND = re.compile(
     r"[eE][-+]?\d|,\d|\.\d|!|[\u00b2\u00b3\u00b9\u2070-\u2079]"  # 1e9, 5,5, 1.2.3, 5!, 5²
-    r"|\s{0,3}(?:\*\*|[-+*/^:\u00b1\u00b7\u00d7\u00f7\u2012-\u2015\u2212]"  # 3/4, 1:3, 10-15
-    r"|\\(?:times|cdot|div|over|pm)(?![a-z]))\s{0,3}[-+({\\$€£]{0,3}\s{0,3}\d"
-    r"|[ \t\u00a0]{1,3}\d|\s{0,3}[\u00bc-\u00be\u2150-\u215e]"  # 2 2/3, 2½
-    r"|\s{0,3}\\(?:[dt]?frac|sqrt|pi|binom|choose)(?![a-z])"
-    r"|\s{1,3}(?:to|or|and|through)\s{1,3}[$€£]?[-+]?\d|\s{1,3}and an? (?:half|third|quarter)"
-    rf"|[-\s]{{0,3}}(?:\\(?:text|mathrm|,)\s?\{{?\s{{0,3}})?(?i:{SCALES})",
+    r"|[^\S\n]{0,3}(?:\*\*|[-+*/^:\u00b1\u00b7\u00d7\u00f7\u2012-\u2015\u2212]"  # 3/4, 1:3, 10-15
+    r"|\\(?:times|cdot|div|over|pm)(?![a-z]))[^\S\n]{0,3}[-+({\\$€£]{0,3}[^\S\n]{0,3}\d"
+    r"|[ \t\u00a0]{1,3}\d|[^\S\n]{0,3}[\u00bc-\u00be\u2150-\u215e]"  # 2 2/3, 2½
+    r"|[^\S\n]{0,3}\\(?:[dt]?frac|sqrt|pi|binom|choose)(?![a-z])"
+    r"|[^\S\n]{1,3}(?:to|or|and|through)[^\S\n]{1,3}[$€£]?[-+]?\d"
+    r"|[^\S\n]{1,3}and an? (?:half|third|quarter)"
+    rf"|(?:-|[^\S\n]){{0,3}}(?:\\(?:text|mathrm|,)\s?\{{?[^\S\n]{{0,3}})?(?i:{SCALES})",
     re.ASCII,
 )
 # What stands before it and does: a power, an index, a denominator, an argument (\frac{3}{4}).

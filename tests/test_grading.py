@@ -73,6 +73,7 @@ NUMBERS = {
     "1": ["1", "01.0", "+1", "€1.000", "= 1"],
     "5": ["5 kg", "5kg", "5 kilos", r"5\%", "5 %", r"5^\circ", r"\$5", "5-year-old", "5 = 2+3"],
     "72": ["72.", "72, so", "**72**", r"\boxed{72}", r"\text{72}", "72 dollars, not 20", "72\n3"],
+    "8": ["8\n-2", "8\n/ 2", "8\nmillion"],  # a line ends what is said
     "60": ["60/hour", "60 miles/hour", "and/or 60"],
     "-5": ["-5", "= -5", "total: -5", "- $ 5", "$-5"],
     "1000": ["1,000", "1 000", "1\u202f000", "1_000", "1'000", r"1\,000", "1{,}000", "1,000.0"],
@@ -80,7 +81,13 @@ NUMBERS = {
     "11111111100": [r"11,\! 111,\! 111,\! 100"],
     "1234.5": ["in all $1,234.50 or so", "1234.5"],
 }
-WITH_OTHERS = ("72 dollars, not 20", "72\n3", "5 = 2+3")  # as an answer they say two things
+WITH_OTHERS = (
+    "72 dollars, not 20",
+    "72\n3",
+    "5 = 2+3",
+    "8\n-2",
+    "8\n/ 2",
+)  # as an answer they say two things
 NO_NUMBERS = [
     *["none", "", "2 2/3", r"\frac{3}{4}", r"2\frac{2}{3}", r"{3 \over 4}", "3/4", "2½", "2 ½"],
     *[
