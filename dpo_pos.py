@@ -195,7 +195,7 @@ def main(args: Args) -> None:
         answers = b_answer[len(b_rewards) : len(b_rewards) + len(samples)]
         b_rewards += grading.grade_all(tokenizer, samples, answers, task.grading_rule)
         b_response_ids += [array("i", sample.ids) for sample in samples]
-    groups = samples = []  # of the last part
+    groups = samples = []  # the last part is in b_response_ids too
 
     # ==== 6.3 pairs (N, 2): rows of a right and of a wrong response to one prompt =================
     pairs: list[tuple[int, int]] = []

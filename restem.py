@@ -182,7 +182,7 @@ def main(args: Args) -> None:
         # ==== 6.5 start again: the SFT checkpoint, a new optimizer ================================
         logger.phase("restart")
         sampler.sleep()
-        policy = model = loss = None  # a loss holds its graph, and that the parameters
+        policy = model = loss = None  # the loss holds its graph, the graph the weights
         gc.collect()  # the last engine goes before the next one comes
         model = engines.load_model(args, tokenizer)
         policy = engines.initialize(model, args)

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from common import flags, require
+from common.checkpoints import BEST, BYTES
 from common.engines import CHUNK, checkpoint_activations
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -415,9 +416,8 @@ def main(args: Args) -> None:
     print(f"{whole:.1f} GiB with --overhead: {verdict} a GPU of {args.gpu_memory:g} GiB")
     if not fits:
         print("\n".join(advise(s, args)) or "  nothing that was tried fits")
-    # as common/checkpoints.py counts: hf/, weights, float32 weights, Adam's two moments
-    checkpoint = 16 * (total + s.critic * sum(count(s.model, s.critic))) / 1e9
-    disk = checkpoint * (script.keep_checkpoints + 1.25)
+    checkpoint = BYTES * (total + s.critic * sum(count(s.model, s.critic))) / 1e9
+    disk = checkpoint * (script.keep_checkpoints + 1 + BEST)
     kept = f"--keep-checkpoints {script.keep_checkpoints}"
     print(
         f"a checkpoint has {checkpoint:.0f} GB; {kept}, one in writing and the best one's weights: "

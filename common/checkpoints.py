@@ -5,6 +5,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -15,6 +16,10 @@ import torch
 import torch.distributed as dist
 
 from common import RunError, engines, ranks, require
+
+# Bytes of a checkpoint for each parameter, in float32 and in bfloat16: hf/ and DeepSpeed's copy of
+# the weights, float32 weights and Adam's two moments. BEST: the share of hf/, at most.
+BYTES, BEST = 16, 0.25
 
 
 class Checkpoints:
@@ -27,37 +32,35 @@ class Checkpoints:
         """`settings`: what decides the results of the run; `keep` the newest checkpoints."""
         self.folder, self.settings, self.keep = folder, settings, keep
 
-    def path(self, iteration: int) -> str:
-        return os.path.join(self.folder, "checkpoints", f"iteration_{iteration:06d}")
+    def path(self, iteration: int, kind: str = "iteration") -> str:
+        return os.path.join(self.folder, "checkpoints", f"{kind}_{iteration:06d}")
 
-    def iterations(self) -> list[int]:
+    def iterations(self, kind: str = "iteration") -> list[int]:
+        """Those that have a checkpoint or, of the kind "best", their hf/ alone."""
         names = os.listdir(os.path.join(self.folder, "checkpoints"))
-        return sorted(int(name[10:]) for name in names if name.startswith("iteration_"))
+        found = (re.fullmatch(rf"{kind}_(\d+)", name) for name in names)
+        return sorted(int(match[1]) for match in found if match)
 
     def check_room(self, trained: dict) -> None:
         """Raises UsageError where the disk has no room for the checkpoints that are kept, another
         in writing and the best one's hf/. (RestEM saves no engine: nothing is asked for.)"""
         parameters = [p for engine in trained.values() for p in engine.module.parameters()]
-        for name in ("unfinished", "best_unfinished") if ranks.is_main() else ():  # of a kill
-            shutil.rmtree(f"{self.folder}/checkpoints/{name}", ignore_errors=True)
-        # hf/ and DeepSpeed's copy of the weights, float32 weights and Adam's two moments: 16 bytes
-        # a parameter, in float32 and in bfloat16
-        size = 16 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters) / 1e9
-        missing = self.keep + 1 - len(self.iterations()) + (0 if self.find_best() else 0.25)
-        free = shutil.disk_usage(self.folder).free / 1e9
-        free, needed = ranks.from_main(lambda: (free, size * missing))  # a network's disk may lag
+        size = BYTES * sum(getattr(p, "ds_numel", p.numel()) for p in parameters) / 1e9
+
+        def measure() -> tuple[float, float]:  # GB that are free, GB that are needed
+            for name in ("unfinished", "best_unfinished"):  # what a kill has left
+                shutil.rmtree(f"{self.folder}/checkpoints/{name}", ignore_errors=True)
+            best = 0 if self.iterations("best") else BEST
+            missing = self.keep + 1 - len(self.iterations()) + best
+            return shutil.disk_usage(self.folder).free / 1e9, size * missing
+
+        free, needed = ranks.from_main(measure)
         require(
             needed <= free,
             f"--output-dir {self.folder}: {free:.3g} GB free, {needed:.3g} needed: a checkpoint "
             f"has {size:.3g} GB, --keep-checkpoints {self.keep} of them, one in writing, and the "
             "best one's hf/. Make room, or keep fewer",
         )
-
-    def find_best(self) -> dict[int, str]:
-        """{iteration: path} of the best ones that are kept without their engines."""
-        prefix = os.path.join(self.folder, "checkpoints", "best_")
-        paths = glob.glob(f"{glob.escape(prefix)}[0-9]*")
-        return {int(path.removeprefix(prefix)): path for path in paths}
 
     # ---- load
 
@@ -77,10 +80,10 @@ class Checkpoints:
         for iteration in reversed(found):
             path = self.path(iteration)
             manifest = ranks.from_main(functools.partial(read_json, f"{path}/manifest.json"))
-            digests = digest_files(path)
             outdated = any(isinstance(digest, str) for digest in manifest.values())
             hint = f"start a new run from its weights: --model {path}/hf"
             require(not outdated, f"{path} was written by an older version of this code; {hint}")
+            digests = digest_files(path)
             names = sorted(digests.keys() | manifest.keys())
             damage = [name for name in names if digests.get(name) != manifest.get(name)]
             if manifest and not damage:
@@ -144,18 +147,17 @@ class Checkpoints:
     def tidy_up(self, scores: dict[int, float]) -> None:
         """Links hf and best to the newest and to the one with the highest of `scores`, by
         iteration; removes what is not to be kept."""
-        done, kept = self.iterations(), self.find_best()
-        prefix = os.path.join(self.folder, "checkpoints", "best_")
+        done, kept = self.iterations(), self.iterations("best")
         choices = [iteration for iteration in sorted({*done, *kept}) if iteration in scores]
         best = max(choices, key=scores.__getitem__, default=done[-1])
         if best not in kept:  # the same files under a second name: no copy, no more room
-            aside = f"{prefix}unfinished"
+            aside = os.path.join(self.folder, "checkpoints", "best_unfinished")
             shutil.rmtree(aside, ignore_errors=True)
             shutil.copytree(f"{self.path(best)}/hf", aside, copy_function=link_or_copy)
-            os.replace(aside, f"{prefix}{best:06d}")
+            os.replace(aside, self.path(best, "best"))
         self.link("hf", f"{self.path(done[-1])}/hf")
-        self.link("best", f"{prefix}{best:06d}")
-        outdated = [path for iteration, path in kept.items() if iteration != best]
+        self.link("best", self.path(best, "best"))
+        outdated = [self.path(iteration, "best") for iteration in kept if iteration != best]
         for path in [*outdated, *map(self.path, done[: -self.keep])]:
             shutil.rmtree(path)
 

@@ -20,9 +20,8 @@ from tqdm import tqdm
 from common import require
 
 PR_SET_PDEATHSIG = 1
-# How long a rank waits for a slow one: rank 0 writes checkpoints, and hard answers are one rank's.
-# (DeepSpeed's default is ten minutes. A process that dies is known at once; for this long waits
-# whoever is connected to a machine that has lost its power.)
+# How long a rank waits for a slow one: rank 0 alone writes hf/, for which DeepSpeed's ten minutes
+# may be too short. A process that dies is noticed at once, a machine without power after this time.
 PATIENCE = timedelta(hours=3)
 ENVIRONMENT = {
     "DS_LOG_LEVEL": "error",
@@ -44,22 +43,21 @@ def set_up() -> tuple[int, int, torch.device]:
     else:  # where torchrun is killed, its ranks must not go on, beside those of the next start
         ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     on_gpu = torch.cuda.is_available()
-    if not on_gpu:
+    if not on_gpu and not dist.is_initialized():  # the first call
         check_that_there_is_none()
     for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | ON_A_CPU).items():
         os.environ.setdefault(name, value)
     sys.stdout.reconfigure(errors="backslashreplace")  # a model writes what no terminal shows
     warnings.filterwarnings("ignore", category=FutureWarning)  # of the engines, about each other
-    number, there_are = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    device = torch.device("cuda", number) if on_gpu else torch.device("cpu")
+    local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
-        what = f"local rank {number} needs a GPU of its own, PyTorch sees {there_are} here"
-        require(number < there_are, f"{what} (--nproc-per-node, CUDA_VISIBLE_DEVICES)")
+        what = f"local rank {local_rank} needs a GPU of its own, PyTorch sees {num_gpus} here"
+        require(local_rank < num_gpus, f"{what} (--nproc-per-node, CUDA_VISIBLE_DEVICES)")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         hook = sys.excepthook
-        # Not bound to a device, as DeepSpeed would: then a barrier, and each new group of vLLM,
-        # would need all ranks at once.
+        # Bound to a device, as by DeepSpeed, new groups of vLLM would need all ranks at one time.
         backend, alone = "cpu:gloo,cuda:nccl" if on_gpu else "gloo", os.environ["WORLD_SIZE"] == "1"
         place = dict(store=dist.HashStore(), rank=0, world_size=1) if alone else {}  # needs no port
         dist.init_process_group(backend, timeout=PATIENCE, **place)

@@ -78,18 +78,20 @@ def prefix_decoder(ids: list[int], tokenizer, block: int = 64) -> Callable[[int]
     def decode(start: int, end: int) -> str:
         return tokenizer.decode(ids[start:end], skip_special_tokens=True)
 
-    blocks = [(0, 0, "")]  # of each: where the one before starts, its start, the text until there
+    # of each block: its start, the text until there, the start of the block before, that one's text
+    blocks = [(0, "", 0, "")]
 
     def decode_until(n: int) -> str:
-        before, start, text = blocks[bisect_right(blocks, n, key=lambda one: one[1]) - 1]
-        known, longer = decode(before, start), decode(before, n)
+        _, text, before, known = blocks[bisect_right(blocks, n, key=lambda one: one[0]) - 1]
+        longer = decode(before, n)
         # what comes later can change what was written: bytes of a character, or of none
         return text + longer[len(known) :] if longer.startswith(known) else decode(0, n)
 
     for end in range(block, len(ids), block):
+        start, before, _, _ = blocks[-1]
         text = decode_until(end)
-        if text != blocks[-1][2] and not text.endswith("\ufffd"):
-            blocks.append((blocks[-1][1], end, text))
+        if text != before and not text.endswith("\ufffd"):
+            blocks.append((end, text, start, decode(start, end)))
     return decode_until
 
 

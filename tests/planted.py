@@ -1086,7 +1086,7 @@ PLANTED = [
         "common/checkpoints.py",
         "hf links to the best checkpoint, not to the newest",
         'self.link("hf", f"{self.path(done[-1])}/hf")',
-        'self.link("hf", f"{prefix}{best:06d}")',
+        'self.link("hf", self.path(best, "best"))',
     ),
     Planted(
         "common/checkpoints.py",
