@@ -14,7 +14,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import tyro
-from transformers import AutoModelForCausalLM
 
 from common import engines, ranks
 from common.checkpoints import Checkpoints
@@ -28,8 +27,7 @@ def main(seconds: float = 0.0, dead: bool = False, patience: float = 0.0) -> Non
         ranks.PATIENCE = timedelta(seconds=patience)
     rank, world_size, device = ranks.set_up()
     tokenizer = chain.make_tokenizer()
-    model = AutoModelForCausalLM.from_config(chain.make_model_config(tokenizer))
-    engine = engines.initialize(model, Args(zero_stage=2))
+    engine = engines.initialize(chain.make_model(tokenizer, seed=1), Args(zero_stage=2))
     folder = ranks.from_main(tempfile.mkdtemp)
     os.makedirs(f"{folder}/checkpoints", exist_ok=True)
 

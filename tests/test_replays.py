@@ -94,6 +94,8 @@ def test_an_exploded_minibatch_is_skipped_and_counted(recorded, faults, script):
     critics = 6 if script == "ppo" else 0  # each of its steps is made
     assert len(found["norms"]) == 5 + critics
     assert found["norms"][0] == whole[0] != found["norms"][1]
+    # the policy's next step has nothing of the skipped gradient, which was made 100 times as large
+    assert found["norms"][3 if critics else 1] < 5 * max(whole)
     assert math.isfinite(found["metrics"][0]["policy/grad_norm"])  # of the steps that were made
 
 

@@ -1,5 +1,6 @@
 """The long trials (`make soak`); their last results are in docs/soak.md."""
 
+import filecmp
 import json
 import os
 import re
@@ -361,6 +362,8 @@ def test_smollm2_is_not_vacuous(smollm2, task, run):
         assert line["rollout/reward"] > 0 and line["policy/grad_norm"] > 0
         assert line["adv/undecided"] > 0
         assert line["policy/sampler_gap"] < 1e-4
+    start = smollm2 / run.replace("vineppo", "sft") / "hf/model.safetensors"
+    assert not filecmp.cmp(start, smollm2 / run / "hf/model.safetensors", shallow=False)
     steps = [len(e["steps"]) for e in read_jsonl(smollm2 / run / "episodes.jsonl")]
     assert max(steps) > 1
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.run import MAX_SAMPLER_GAP as LIMITS
-from tests.conftest import BIN, ROOT, SMALL, quiet_environment, read_jsonl
+from tests.conftest import ROOT, SMALL, command, quiet_environment, read_jsonl
 from tests.test_runs import BASELINES
 from tests.test_sampler import check_parity
 
@@ -32,13 +32,8 @@ def report(text: str) -> None:
 
 def call(*arguments: str, ranks: int = 1) -> str:
     """What it prints; all of its output goes to the log."""
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher = [f"{BIN}/torchrun", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = quiet_environment(ranks)
-    done = subprocess.run(
-        [*launcher, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    words, environment = command(*arguments, ranks=ranks), quiet_environment(ranks)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     with open(LOG, "a") as file:
         file.write(f"$ {' '.join(arguments)}\n{done.stdout}\n{done.stderr}\n")
     assert done.returncode == 0, f"{' '.join(arguments)}: send {REPORT} and {LOG}"
