@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from common import RunError, engines, ranks, require
 
-# Bytes of a checkpoint for each parameter, in float32 and in bfloat16: hf/ and DeepSpeed's copy of
-# the weights, float32 weights and Adam's two moments. BEST: the share of hf/, at most.
+# Bytes of a checkpoint for each parameter. bfloat16: 2 in hf/, 2 in DeepSpeed's weights, 4 in its
+# float32 weights, 8 in Adam's moments; float32: 4, 4 and 8. BEST: the share of hf/, at most.
 BYTES, BEST = 16, 0.25
 
 

@@ -21,9 +21,9 @@ class Model:
     data_dir: str = ""
     """folder of JSONL files; without one gsm8k and math come from the hub"""
     grading_rule: Literal["auto", "####", "boxed"] = "auto"
-    """of --task jsonl: the number behind #### (auto), or the last box, as answers of MATH"""
+    """for --task jsonl: an answer is the number behind #### (auto) or what the last box says"""
     step_rule: Literal["auto", "line", "gsm8k", "math"] = "auto"
-    """of --task jsonl: where reasoning steps end; auto: a step is a line"""
+    """for --task jsonl: where a reasoning step ends; auto: at the end of a line"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
     max_model_len: int = 128

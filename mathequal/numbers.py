@@ -15,17 +15,22 @@ NUMBER = re.compile(
 )
 SCALES = "hundred|thousand|million|billion|trillion|dozen|lakh|crore|bn\\b|mn\\b|k\\b"
 # What stands behind a number, on its line, and makes it a part of something else.
-BEHIND = re.compile(
-    r"[eE][-+]?\d|,\d|\.\d|!|[\u00b2\u00b3\u00b9\u2070-\u2079]"  # 1e9, 5,5, 1.2.3, 5!, 5²
-    r"|[^\S\n]{0,3}(?:\*\*|[-+*/^:\u00b1\u00b7\u00d7\u00f7\u2012-\u2015\u2212]"  # 3/4, 1:3, 10-15
-    r"|\\(?:times|cdot|div|over|pm)(?![a-z]))[^\S\n]{0,3}[-+({\\$€£]{0,3}[^\S\n]{0,3}\d"
-    r"|[ \t\u00a0]{1,3}\d|[^\S\n]{0,3}[\u00bc-\u00be\u2150-\u215e]"  # 2 2/3, 2½
-    r"|[^\S\n]{0,3}\\(?:[dt]?frac|sqrt|pi|binom|choose)(?![a-z])"
-    r"|[^\S\n]{1,3}(?:to|or|and|through)[^\S\n]{1,3}[$€£]?[-+]?\d"
-    r"|[^\S\n]{1,3}and an? (?:half|third|quarter)"
-    rf"|(?:-|[^\S\n]){{0,3}}(?:\\(?:text|mathrm|,)\s?\{{?[^\S\n]{{0,3}})?(?i:{SCALES})",
-    re.ASCII,
+SPACES = r"[^\S\n]{0,3}"
+OPERATOR = r"(?:\*\*|[-+*/^:\u00b1\u00b7\u00d7\u00f7\u2012-\u2015\u2212]"
+OPERATOR += r"|\\(?:times|cdot|div|over|pm)(?![a-z]))"
+BEHIND = (
+    r"[eE][-+]?\d",  # 1e9
+    r",\d|\.\d",  # 5,5 and 1.2.3
+    r"!|[\u00b2\u00b3\u00b9\u2070-\u2079]",  # 5! and 5²
+    rf"{SPACES}{OPERATOR}{SPACES}[-+({{\\$€£]{{0,3}}{SPACES}\d",  # 3/4, 1:3, 10-15
+    r"[ \t\u00a0]{1,3}\d",  # 2 2/3
+    rf"{SPACES}[\u00bc-\u00be\u2150-\u215e]",  # 2½
+    rf"{SPACES}\\(?:[dt]?frac|sqrt|pi|binom|choose)(?![a-z])",  # 2\frac{2}{3}
+    r"[^\S\n]{1,3}(?:to|or|and|through)[^\S\n]{1,3}[$€£]?[-+]?\d",  # 10 to 15
+    r"[^\S\n]{1,3}and an? (?:half|third|quarter)",  # 5 and a half
+    rf"(?:-|[^\S\n]){{0,3}}(?:\\(?:text|mathrm|,)\s?\{{?{SPACES})?(?i:{SCALES})",  # 5 million
 )
+BEHIND = re.compile("|".join(BEHIND), re.ASCII)
 # What stands before it and does: a power, an index, a denominator, an argument (\frac{3}{4}).
 BEFORE = re.compile(
     r"(?:(?:\^|[\w)\]}]\s{0,3}[_/*\u00d7\u00f7])\s{0,3}\{?\s{0,3}"
