@@ -30,7 +30,7 @@ class Unreadable(Exception):
 
 SYMBOLS = r"""− - – - × \times · \cdot ⋅ \cdot ÷ \div π \pi ∞ \infty √ \sqrt ° ^\circ ± \pm ≤ \le
 ≥ \ge ≠ \ne ∪ \cup ∩ \cap ∈ \in ∅ \emptyset θ \theta α \alpha β \beta ℝ \mathbb{R} € \$ £ \$
-¢ cents ≈ \approx ’ ' ′ ' ⟨ ( ⟩ )""".split()
+¢ cents ≈ \approx ’ ' ′ ' ⟨ ( ⟩ ) º ^\circ ˚ ^\circ ⁄ / ∕ / ∶ :""".split()
 SYMBOLS = {'"': " "} | dict(zip(SYMBOLS[::2], SYMBOLS[1::2], strict=True))
 GREEK = "alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma "
 GREEK += "tau phi varphi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell"
@@ -52,21 +52,35 @@ MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion
 COUNTS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 
 NOISE = re.compile(
-    r"\\(?:left|right)\s*\.|\\phantom\s*(?:\{[^{}]*\}|.)|\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?"
-    r"|displaystyle|textstyle|q?quad|bf|rm|it|boxed|fbox)(?![a-zA-Z])"
+    r"\\(?:left|right)\s*\.|\\(?:phantom|hspace)\s*(?:\{[^{}]*\}|.)|\\[()\[\]]"
+    r"|\\(?:left|right|middle|[bB]igg?[lmr]?|displaystyle|textstyle|q?quad|bf|rm|it|boxed|fbox"
+    r"|bm|boldsymbol|underline|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])|\\(?:text)?color\s*\{\w+\}"
+    r"|\\math(?:bf|rm)(?=\s*\{[^{}]*\{)"  # around more than a word
+    r"|\b(?:[Oo]ption|[Cc]hoice|[Gg]raph|[Tt]he answer is) (?=\(?[A-Z]\b)"
 )
 TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm|normal)?|[mh]box|math(?:rm|bf|it)|operatorname\*?)\s*\{([^{}]*)\}"
+    r"\\(?:text(?:bf|it|rm|sf|tt|sc|normal)?|emph|[mh]box|math(?:rm|bf|it|sf|tt)|operatorname\*?)"
+    r"\s*\{([^{}]*)\}"
 )
-THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,? ?\\! ?|\\[, ]|~| )(?=\d{3}(?![\d/]))")
-MIXED = re.compile(r"(?<![\w.^)}/])(\d+)\s*\\frac\{(\d{1,9})\}\{(\d{1,9})\}")
+SCRIPTS = re.compile("([⁻⁰¹²³⁴-⁹]+)|([₀-₉]+)")
+ROW_END = re.compile(r"\\\\(?:\s*\[\d*\.?\d+(?:ex|em|pt|mm)\])?")
+THOUSANDS = re.compile(
+    r"(?<=\d)(?:\{,\}(?: |\\!)?|,?(?: ?\\!)+ ?|\\[,;: ]|\{\\,\}|\\thinspace |~|'| )"
+    r"(?=\d{3}(?![\d/]))"
+)
+DOLLAR = r'(?:(?:"us"|US|)\s*\\\$|"usd"|USD|\\(?:text|math)dollar(?![a-z]))'
+DOLLARS = re.compile(rf"{DOLLAR}\s*([\d.,]*\d)|(?<![\d.,])([\d.,]*\d)\s*\\\$(?!\s*[\d.])")
+MIXED = re.compile(r"(?<![\w.^)}/])(\d+)\s*(\{)?\\frac\{(\d{1,9})\}\{(\d{1,9})\}(?(2)\})")
+REALS = r"\\mathbb\s*(?:R|\{\s*R\s*\})"
+GROUP = r"((?:[^{}]|\{[^{}]*\})+)"  # with braces in it
 REPEATING = re.compile(
     r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?|(\d+)\.()\((\d+)\)"
     r"|(\d*)\.(\d{0,9}?)(\d{1,6}?)\9{2,}(?:\\[lc]?dots|\.\.\.)"
 )
 # In this order; a replacement that ends in a command gets a space.
 RENAMES = r"""
-\\[dtc]frac => \\frac
+\\(?:[dtc]|nice|s)frac => \\frac
+\{<group>\\over(?![a-z])<group>\} => {\\frac{\1}{\2}}
 \\dbinom => \\binom
 \{([^{}]+)\\choose([^{}]+)\} => \\binom{\1}{\2}
 (?:\\geq?(?:slant|q)?(?![a-z])|>=) => \\ge
@@ -81,43 +95,71 @@ RENAMES = r"""
 \\rangle => )
 \\[lr]?vert(?![a-z]) => |
 \\colon(?![a-z]) => :
+\{:\} => :
 \*\* => ^
-\^\{(-?\d*)\}\^\{(\d+)\} => ^{\1\2}
+\+ ?/ ?- => \\pm
+\\lor(?![a-z])|\\vee(?![a-z]) => \\or
+\\land(?![a-z])|\\wedge(?![a-z]) => \\and
+\\not\s*= => \\ne
+&\s*= => =
+\\bigcup => \\cup
+([)\]}])\s*U\s*(?=[(\[\\{]) => \1\\cup
+\\(?:backslash|smallsetminus)(?![a-z])|(?<=\})\s*-\s*(?=\\\{) => \\setminus
+^\s*[A-Za-z]\s*\\in\s*<reals>\s*,|,\s*[A-Za-z]\s*\\in\s*<reals>$ =>
+\\(begin|end)\s*\{([pb]?)matrix\*\}(?:\[[lcr]\])? => \\\1{\2matrix}
+[(\[]\s*(\\begin\s*\{(array|matrix|smallmatrix)\}.*?\\end\s*\{\2\})\s*[)\]] => \1
+\\measuredangle => \\angle
 \\(sin|cos|tan)\s*\^\s*\{?-1\}? => \\arc\1
-\^\s*\{?\s*\\circ\s*\}?\s*(?:[CFK](?![a-zA-Z]))? => \\degree
+(?:\{\})?\^\s*(?:\\circ|\\degree|\{\s*\\circ\s*\})\s*(?:[CFK](?![a-zA-Z]))? => \\degree
+(?<=[\d}])\^\s*(?:o|"o"|\{\s*(?:o|"o")\s*\})(?!\w)|\\textdegree => \\degree
 \^\s*\{?\s*"?(?:th|st|nd|rd)"?\s*\}? =>
 \\?% => "percent"
+\\sqrt\s*(\d+(?:\.\d+)?) => \\sqrt{\1}
 \\frac\s*(\d)\s*(\d) => \\frac{\1}{\2}
 \\frac\s*(\d)\s*\{ => \\frac{\1}{
 \\frac\s*\{\s*([^{}]*?)\s*\}\s*(?:(\d)|\{\s*([^{}]*?)\s*\}) => \\frac{\1}{\2\3}
 (?<![\w.^)}/])(\d+) +(\d+)/(\d+)(?![\w.!^/]) => \1\\frac{\2}{\3}
 (?<![\w.^)}/])(\d+)\s*/\s*(\d+)(?![\d.!^]) => \\frac{\1}{\2}
-(?<![\w.])(\d+\.?\d*)(?:e|E\+?)(\d{1,3})(?![\w.]) => \1\\cdot10^{\2}
-(?<![\w.])(\d+\.?\d*)E-(\d{1,3})(?![\w.]) => \1\\cdot10^{-\2}
+(?<![\w.])(\d+\.?\d*)(?:e|E\+?|e\+(?=0))(\d{1,3})(?![\w.]) => \1\\cdot10^{\2}
+(?<![\w.])(\d+\.?\d*)(?:E|e(?=-0))-(\d{1,3})(?![\w.]) => \1\\cdot10^{-\2}
 \^\s*(-\s*\w+) => ^{\1}
 ^\s*"?(?:the )?(?:final )?answer(?: is)?"?\s*:?(?=.) =>
-^\s*\\(?:approx|sim)(?![a-z]) =>
+^\s*"(?:[^"]* (?:is|are)"\s*:?|[^"]*"\s*:)(?=.) =>
+^\s*(?:\\(?:approx|sim|therefore|implies|Rightarrow)(?![a-z])|=) =>
+(?<=\d)(?: to |\s*"to"\s*)(?=\d) => :
+(?<![\d:])(\d{1,2}):00\s*(?="[ap]m") => \1
+_\s*\{\s*\(\s*(\d{1,2})\s*\)\s*\} => _{\1}
+^\s*(-?)[({]\s*(-?[\dA-F.]+)\s*[)}]\s*(?=_) => \1\2
+(?<=[\dA-F])\s*(?:\(|_\s*\{)\s*"(?:in )?base"\s*(\d{1,2})\s*[)}] => _{\1}
+(?<=[\dA-F])\s*"(?:in )?base"\s*(\d{1,2}) => _{\1}
 (?:\s|(?<!\.)\.|:|\\cr)+$ =>
 ^\s*\(?([A-Za-z])\)$ => \1
 """
+RENAMES = RENAMES.replace("<group>", GROUP).replace("<reals>", REALS)
 RENAMES = [line.partition(" =>") for line in RENAMES.strip().splitlines()]
 RENAMES = [
     (re.compile(old), re.sub(r"(\\\\[a-z]+(?:\\1)?)$", r"\1 ", new[1:])) for old, _, new in RENAMES
 ]
 
 
+@lru_cache(10_000)
 def clean(text: str) -> str:
     """One spelling of what is written alike; words become `"words"` in lower case."""
-    text = NOISE.sub(" ", "".join(map(clean_character, text)).replace("\\\\", r"\cr "))
+    text = "".join(map(clean_character, SCRIPTS.sub(clean_script, text)))
+    text = NOISE.sub(" ", ROW_END.sub(r"\\cr ", text))
     for _ in range(3):  # \text in \textbf
         text = TEXT.sub(lambda match: f" {clean_words(match[1], in_text=True)} ", text)
     text = re.sub(r'"\s*"', " ", clean_words(text, in_text=False))
     text = THOUSANDS.sub("", REPEATING.sub(clean_repeating, text))
-    text = re.sub(r"\\\$\s*([\d.,]*\d)", r'\1"dollar"', text)
+    text = DOLLARS.sub(lambda match: f'{match[1] or match[2]}"dollar"', text)
     text = re.sub(r"\\[,;:! ]|~|\\?\$", " ", text)
     for pattern, new in RENAMES:
         text = pattern.sub(new, text)
-    return re.sub(r"\s+", " ", MIXED.sub(clean_mixed, text)).strip()
+    text = re.sub(r"\s+", " ", MIXED.sub(clean_mixed, text)).strip()
+    for _ in range(3):  # braces around all of it say nothing
+        if text.startswith("{") and enclosed(text):
+            text = text[1:-1].strip()
+    return text
 
 
 def clean_character(char: str) -> str:
@@ -133,6 +175,12 @@ def clean_character(char: str) -> str:
     )
 
 
+def clean_script(match: re.Match) -> str:
+    """2¹⁰⁰ is 2^{100}, 10₁₂ is 10_{12}."""
+    plain = unicodedata.normalize("NFKC", match[0]).replace("−", "-")
+    return f"^{{{plain}}}" if match[1] else f"_{{{plain}}}"
+
+
 def clean_words(text: str, in_text: bool) -> str:
     r"""Runs of letters: commands, separators and words; outside \text also products of symbols."""
 
@@ -145,7 +193,7 @@ def clean_words(text: str, in_text: bool) -> str:
         if name in ("a m", "p m", "am", "pm") and is_unit:
             return f'"{name.replace(" ", "")}"'
         if in_text:
-            return match[0] if re.fullmatch(r"[A-Z]\s*", match[0]) else f'"{name}"'
+            return match[0] if re.fullmatch(r"[A-Z]\.?\s*", match[0]) else f'"{name}"'
         is_unit = is_unit and len(name) > 1 and name.rstrip("s") in UNITS
         return f'"{name}"' if is_unit or len(name) > 3 else match[0]
 
@@ -160,7 +208,7 @@ def clean_words(text: str, in_text: bool) -> str:
 
 def clean_mixed(match: re.Match) -> str:
     r"""2\frac{1}{2} is a sum, 2\frac{3}{2} a product."""
-    whole, above, below = match.groups()
+    whole, _, above, below = match.groups()
     sign = "+" if int(above) < int(below) else r"\cdot"
     return rf"({whole}{sign}\frac{{{above}}}{{{below}}})"
 
@@ -201,8 +249,11 @@ TOKEN = re.compile(r'\\(?:begin|end)\s*\{\w+\*?\}(?:\{[^{}]*\})?|\\[a-zA-Z]+|\\.
 OPEN, CLOSE = re.compile(r"[(\[{]|\\\{|\\begin"), re.compile(r"[)\]}]|\\\}|\\end")
 SEPARATORS = (",", ";", r"\and", r"\or")
 RELATIONS = {"=": "=", r"\ne": "!=", "<": "<", r"\le": "<=", ">": ">", r"\ge": ">=", r"\in": "in"}
-MATRIX = re.compile(r"(.*?)\\begin\s*\{(\w*matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\s*\{\2\}")
-BASE = re.compile(r'(-?\d[\w.]*|[A-F0-9]{2,})\s*_\s*\{?\s*(?:(\d{1,2})|"(\w+)")\s*\}?', re.ASCII)
+MATRIX = r"(.*?)\s*(?:\\cdot|\\times|\*)?\s*\\begin\s*\{(\w*matrix|array)\}(?:\{[^{}]*\})?"
+MATRIX = re.compile(MATRIX + r"(.*)\\end\s*\{\2\}")
+BASE = rf'(-?\d[\w.]*|[A-F0-9]{{2,}})\s*_\s*\{{?\s*(?:(\d{{1,2}})|"?({"|".join(COUNTS)})"?)\s*\}}?'
+BASE = re.compile(BASE, re.ASCII)
+CONDITION = re.compile(rf"[A-Za-z]\s*(?:\\in\s*{REALS}\s*)?(?:\\mid|\||:)(.*)")
 WORD = r'(?:\\degree|"[^"]*"(?:\s*\^\s*\{?\d\}?)?)'
 UNIT = re.compile(rf'(.*?[^\s"^])\s*({WORD}(?:{WORD}|[/\s])*)')
 
@@ -227,9 +278,11 @@ def split(text: str, separators) -> tuple[list[str], list[str]]:
 def read(text: str, thousands: bool = False) -> Value:
     r"""The structure of a cleaned answer, "1,234" being a number if `thousands`. An item of a list
     that cannot be read is its spelling; unbalanced brackets raise Unreadable."""
-    if thousands and not text.startswith(("(", "[", "\\")):
+    if thousands and not text.startswith(("(", "[", r"\{")):
         text = re.sub(
-            r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)", lambda m: m[0].replace(",", ""), text
+            r"(?<![\w.,(\[])(?<![(\[]-)\d{1,3}(?:,\d{3})+(?!,?\d)",
+            lambda match: match[0].replace(",", ""),
+            text,
         )
     parts, found = split(text, SEPARATORS)
     items = [read_item(each) for part in parts if part for each in choose_signs(part, ("\\{",))]
@@ -297,13 +350,13 @@ def read_structure(text: str) -> Value:
     if match := MATRIX.fullmatch(text):
         return read_matrix(*match.groups())
     if base := BASE.fullmatch(text):
-        number = int(base[2]) if base[2] else COUNTS.index(base[3]) if base[3] in COUNTS else 0
+        number = int(base[2]) if base[2] else COUNTS.index(base[3])
         return Value("base", (base[1].lower(), number))
     if enclosed(text):
         width = 2 if text[0] == "\\" else 1
         inside = text[width:-width].strip()
-        if width == 2 and (condition := re.fullmatch(r"([A-Za-z])\s*(?:\\mid|\||:)(.*)", inside)):
-            return read(condition[2].strip())
+        if width == 2 and (condition := CONDITION.fullmatch(inside)):
+            return read(condition[1].strip())
         parts, _ = split(inside, (",", ";"))
         brackets = text[:width] + text[-width:]
         if brackets == r"\{\}" or (brackets == "{}" and len(parts) > 1):
@@ -318,7 +371,7 @@ def read_structure(text: str) -> Value:
         if words[1] in COUNTS:
             return Value("expression", sympy.Integer(COUNTS.index(words[1])))
         return Value("words", words[1])
-    if re.fullmatch(r"[fgh]\s*\(\s*[A-Za-z]\s*\)", text):  # a function's value: 0 < f(x) < 1
+    if re.fullmatch(r"[fgh]\s*\(\s*(?:[A-Za-z]|-?\d+)\s*\)", text):  # a value: f(0) < f(x) < 1
         return Value("expression", sympy.Symbol(spell(text), real=True))
     text, unit = strip_unit(text)
     magnitude, _, rest = unit.partition(" ")

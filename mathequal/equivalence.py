@@ -22,9 +22,12 @@ from mathequal.answers import GREEK, UNITS, Unreadable, Value, clean, read, spel
 MEMORY_LIMIT = 1 << 30  # bytes of address space
 POINTS = ("0.7310585", "1.9134172", "-0.6180339", "2.2360679", "-1.4142135")
 DIGITS, TINY = 50, sympy.Float("1e-25")  # values at the points only say what cannot be equal
-LABEL = re.compile(  # x, x_1, f(x), (x,y), AB, a:b, \angle ABC, "area"
-    rf'(?:"[^"]*"|\\(?:angle|triangle|overline|{GREEK})|[A-Za-z](?:_\w|_\{{\w+\}})?|[{{}}\' :])*'
-    r"(?:\([A-Za-z0-9, ]*\))?"
+NAME = r"[A-Za-z](?:_\w|_\{[\w+-]+\})?"
+OVER = r"\\(?:angle|triangle|overline|overrightarrow|vec|bar|hat|widehat|det)"
+LABEL = re.compile(  # x, x_1, f(x), f^{-1}(2), f(g(2)), A^{-1}, (x,y), AB, |AB|, \angle ABC, "area"
+    rf'(?:"[^"]*"|{OVER}|\\(?:{GREEK})|{NAME}|[{{}}\' :])*(?:\([A-Za-z0-9, ]*\))?'
+    r"|[fgh](?:\^\{-1\})?\((?:-?\w+|[fgh]\(-?\w+\))\)|[A-Z]\^\{-1\}"
+    r"|\|[A-Z]{2}\||\\\|(?:\w|\\vec\{\w\})\\\||\[[A-Z]{3,}\]"
 )
 
 
@@ -49,18 +52,24 @@ def equal(answer: str, reference: str) -> bool:
 
 def choose_sides(text: str, thousands: bool) -> list[Value]:
     r"""2/3 and 0.67 of 2/3 \approx 0.67; 11 of x \approx 11. Raises Unreadable for numbers that are
-    not near one another, which would be two answers."""
+    not near one another, which would be two answers. Both sides also of 0.56 = 56\%."""
     parts, _ = split(text, (r"\approx",))
     *others, last = [read(part, thousands) for part in parts]
+    if not others and last.kind == "relation" and last.data == ("=",):
+        left, right = last.parts
+        if right.unit == "percent" and left.kind == "expression" and 100 * left.data == right.data:
+            return [last, left, right]
     others = [value for value in others if not LABEL.fullmatch(value.text)]
     for value in others:
-        number, wanted = real_number(value), real_number(last)
+        number, wanted = real_number(split_label(value)[1]), real_number(last)
         if not bool(abs(number - wanted) <= abs(wanted) / 20):
             raise Unreadable
     return [*others, last]
 
 
 def same(a: Value, b: Value) -> bool:
+    if a == b:
+        return True
     kinds = {a.kind, b.kind}
     if kinds & {"relation", "sets"} and same_sets(a, b):
         return True
@@ -129,12 +138,19 @@ def split_label(value: Value) -> tuple[str, Value]:
     if value.kind != "relation" or set(value.data) - {"=", "in"}:
         return "", value
     first, *others = value.parts
-    if value.data == ("=",) and LABEL.fullmatch(others[0].text) and not LABEL.fullmatch(first.text):
+    if value.data == ("=",) and is_label(others[0]) and not is_label(first):
         return others[0].text, first
-    label = first.text if LABEL.fullmatch(first.text) else ""
+    label = first.text if is_label(first) else ""
     if all(same(part, others[-1]) for part in (others if label else value.parts)):
         return label, others[-1]
     return "", value
+
+
+def is_label(value: Value) -> bool:
+    """A name, or a point or a vector of names."""
+    if value.kind in ("group", "matrix"):
+        return all(part.kind == "expression" and part.data.is_Symbol for part in value.parts)
+    return bool(LABEL.fullmatch(value.text))
 
 
 def same_relations(a: Value, b: Value) -> bool:
@@ -148,6 +164,8 @@ def same_relations(a: Value, b: Value) -> bool:
             if sign[0] == ">":
                 sign, left, right = sign.replace(">", "<"), right, left
             found.append((sign, left.data - right.data))
+            if not found[-1][1].free_symbols:  # 1 = 2 says nothing, and not what 3 = 5 says
+                return []
         return found
 
     def proportional(one: tuple, other: tuple) -> bool:
