@@ -1,0 +1,71 @@
+"""The folders that a run reads and writes: are they there, whole, and nobody else's?"""
+
+import atexit
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import tempfile
+
+from common import UsageError, ranks, require
+from common.checkpoints import digest_files
+
+
+def claim(folder: str):
+    """The open file that keeps other processes out of the folder until this one ends. Raises
+    UsageError where one is there, or the folder cannot be written to."""
+    what, path = f"--output-dir {folder}", os.path.join(folder, "lock")
+    require("://" not in folder, f"{what}: an address, not a folder of this machine")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        file = open(path, "w")  # noqa: SIM115
+    except OSError as error:
+        raise UsageError(f"{what}: cannot be written to ({error.strerror})") from None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        is_taken = error.errno in (errno.EACCES, errno.EAGAIN)
+        require(not is_taken, f"{what}: another process has a run in it; name another one")
+        ranks.say(f"note: {folder} cannot be locked ({error.strerror}): start one run in it")
+    atexit.register(leave, folder)
+    return file
+
+
+def leave(folder: str) -> None:
+    """A start that was refused leaves no folder behind."""
+    if os.path.isdir(folder) and os.listdir(folder) == ["lock"]:
+        os.remove(os.path.join(folder, "lock"))
+        os.rmdir(folder)
+
+
+def check_shared(folder: str) -> None:
+    """Raises UsageError where a rank does not see what rank 0 writes to the folder, or its disk has
+    no symbolic links, which hf and best are."""
+
+    def probe() -> tuple[str, str]:  # its name, what is wrong with a link to it
+        path = tempfile.mkstemp(dir=folder)[1]
+        try:
+            os.symlink(path, f"{path}.link")
+            os.remove(f"{path}.link")
+        except OSError as error:
+            return os.path.basename(path), f"{error.strerror}"
+        return os.path.basename(path), ""
+
+    name, wrong = ranks.from_main(probe)
+    path = os.path.join(folder, name)  # as this rank names it
+    blind = ranks.gather([] if os.path.exists(path) else [socket.gethostname()])
+    if ranks.is_main():
+        os.remove(path)
+    what = "does not see what rank 0 writes there: it must be a folder that all nodes share"
+    require(not blind, f"--output-dir {folder}: {', '.join(sorted(set(blind)))} {what}")
+    hint = "name a folder on another disk, and copy it when the run has ended"
+    require(not wrong, f"--output-dir {folder}: its disk has no symbolic links ({wrong}); {hint}")
+
+
+def fingerprint(folder: str, endings: tuple[str, ...]) -> str:
+    """16 hexadecimal digits that tell whether the files in the folder with such names, if it is
+    one, are still the same."""
+    digests = digest_files(folder, endings) if folder and os.path.isdir(folder) else {}
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if digests else ""
