@@ -12,6 +12,7 @@ def grade_file(path: str, graders: dict[str, Callable[[str, str], float]]) -> No
     """Grades JSONL rows and prints how many are as expected: "dataset" (a key of `graders`),
     "response" (or null and "response_parts", [[text, times], ...] to be joined), "ground_truth"
     and, where it is known, "expected" (else true)."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # an answer may not fit the terminal
     rows = []
     with open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):

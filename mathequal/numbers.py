@@ -4,16 +4,18 @@ import re
 
 # Between groups of three digits: a comma, LaTeX's "{,}" or thin space, a space, an apostrophe, "_".
 GAP = r"(?:\{,\}|,? ?\\[,!:; ] ?|[, \u00a0\u2009\u202f'_])"
-# A sign before or after the currency, digits on at least one side of the dot. ASCII digits only;
-# U+2212 is the minus that word processors write. Spaces are bounded: two unbounded runs side by
-# side would take cubic time on a page of newlines.
+# A sign before or after the currency, digits on at least one side of the dot, which is no longer
+# one behind a letter (Rs.500). ASCII digits only; U+2212 is the minus that word processors write,
+# U+2013, a dash, stands for it where no space follows. Spaces are bounded: two unbounded runs side
+# by side would take cubic time on a page of newlines.
 NUMBER = re.compile(
-    r"(?:(?P<sign>[-+\u2212])\s{0,3})?(?:\\?[$€£]\s{0,3})?(?P<sign2>[-+\u2212])?"
+    r"(?:(?P<sign>[-+\u2212]|\u2013(?!\s))\s{0,3})?"
+    r"(?:(?:US|[AC])?\\?[$€£¥₹₩]\s{0,3})?(?P<sign2>[-+\u2212\u2013])?"
     rf"(?P<digits>\d{{1,3}}(?:{GAP}\d{{3}})+(?!\d)(?:\.\d+)?|\d{{1,2}}(?:,\d\d)+,\d{{3}}(?!\d)"
-    r"|\d+\.?\d*|\.\d+)",
+    r"|\d+\.?\d*|(?<![A-Za-z])\.\d+)",
     re.ASCII,
 )
-SCALES = "hundred|thousand|million|billion|trillion|dozen|lakh|crore|bn\\b|mn\\b|k\\b"
+SCALES = "hundred|thousand|million|billion|trillion|dozen|lakh|crore|bn\\b|mn\\b|mil\\b|k\\b"
 # What stands behind a number, on its line, and makes it a part of something else.
 SPACES = r"[^\S\n]{0,3}"
 OPERATOR = r"(?:\*\*|[-+*/^:\u00b1\u00b7\u00d7\u00f7\u2012-\u2015\u2212]"
@@ -28,12 +30,14 @@ BEHIND = (
     rf"{SPACES}\\(?:[dt]?frac|sqrt|pi|binom|choose)(?![a-z])",  # 2\frac{2}{3}
     r"[^\S\n]{1,3}(?:to|or|and|through)[^\S\n]{1,3}[$€£]?[-+]?\d",  # 10 to 15
     r"[^\S\n]{1,3}and an? (?:half|third|quarter)",  # 5 and a half
-    rf"(?:-|[^\S\n]){{0,3}}(?:\\(?:text|mathrm|,)\s?\{{?{SPACES})?(?i:{SCALES})",  # 5 million
+    rf"(?:-|[^\S\n]){{0,3}}(?:\\(?:text|mathrm|,)\s?\{{?{SPACES})?(?:(?i:{SCALES})|[MB]\b)",  # 5M
 )
 BEHIND = re.compile("|".join(BEHIND), re.ASCII)
-# What stands before it and does: a power, an index, a denominator, an argument (\frac{3}{4}).
+# What stands before it and does: a power, an index, a denominator, an argument (\frac{3}{4}), a
+# sign in words.
 BEFORE = re.compile(
     r"(?:(?:\^|[\w)\]}]\s{0,3}[_/*\u00d7\u00f7])\s{0,3}\{?\s{0,3}"
+    r"|(?i:minus|negative)\s{1,3}"
     r"|\\(?!boxed|text|math|fbox|bf)[a-zA-Z]+\s{0,3}(?:\[[^]]{0,9}\]\s{0,3})?\{\s{0,3})$",
     re.ASCII,
 )
@@ -52,7 +56,7 @@ def extract_number(text: str) -> str | None:
     whole, _, fraction = match["digits"].partition(".")
     whole = re.sub(r"\D", "", whole)
     number = (whole.lstrip("0") or "0") + ("." + fraction.rstrip("0")).rstrip(".")
-    negative = (match["sign"] or match["sign2"]) in ("-", "\u2212") and number != "0"
+    negative = (match["sign"] or match["sign2"]) in ("-", "\u2212", "\u2013") and number != "0"
     return "-" + number if negative else number
 
 
