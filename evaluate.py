@@ -54,8 +54,14 @@ def bootstrap_interval(
 def main(args: Args) -> None:
     ranks.set_up()
     flags.check(args)
-    rule = data.find_task(args).grading_rule
-    problems = data.load_problems(args.task, args.split, args.data_dir, rule)
+    folder = os.path.dirname(os.path.abspath(args.output))
+    is_file = not args.output or not os.path.isdir(args.output)
+    flags.require(is_file, f"--output {args.output}: a folder; name a file")
+    if args.output:
+        os.makedirs(folder, exist_ok=True)
+        can_write = os.access(folder, os.W_OK)
+        flags.require(can_write, f"--output {args.output}: {folder} cannot be written to")
+    rule, problems = data.find_task(args).grading_rule, data.load_split(args, args.split)
     tokenizer = engines.load_tokenizer(args)
     problems, prompts = data.fit(args, problems[: args.num_problems or None], tokenizer)
     sampler = sampling.Sampler(args, tokenizer)
@@ -71,7 +77,6 @@ def main(args: Args) -> None:
         f"({result['grading_failures']} answers counted as wrong because grading failed)"
     )
     if args.output and ranks.is_main():
-        os.makedirs(os.path.dirname(os.path.abspath(args.output)), exist_ok=True)
         with open(args.output + ".tmp", "w") as file:
             json.dump({**result, "scores": scores}, file)
         os.replace(args.output + ".tmp", args.output)

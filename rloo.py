@@ -105,8 +105,7 @@ def compute_logprobs(
     row, t = response_mask.nonzero(as_tuple=True)  # (N,), (N,): the N response tokens
     position = prompt_lens[row] + t
     hidden = output.hidden_states[-1][row, position - 1]  # (N, H): a token is predicted one before
-    head = model.get_output_embeddings()
-    logprobs = engines.score(head, hidden, input_ids[row, position], temperature)
+    logprobs = engines.score(model, hidden, input_ids[row, position], temperature)
     return torch.zeros_like(response_mask).index_put((row, t), logprobs)
 
 
@@ -167,8 +166,8 @@ def main(args: Args) -> None:
     problems, prompts = data.fit(args, problems, tokenizer)
     eval_problems, eval_prompts = data.fit(args, eval_problems, tokenizer)
 
-    sampler = sampling.Sampler(args, tokenizer)
     model = engines.load_model(args, tokenizer)
+    sampler = sampling.Sampler(args, tokenizer)
     ref_model = copy.deepcopy(model)  # stays on the host
     policy = engines.initialize(model, args)
     trained = {"policy": policy}

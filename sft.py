@@ -9,7 +9,7 @@ Shapes: B problems of a step, T tokens of the longest response (EOS included), L
 longest prompt + response. Tensors of tokens are (B, T): response only, padded on the right.
 Every rank has the whole batch; ranks share the work inside of common/.
 
-Left out on purpose: packing, chat templates, LoRA, early stopping.
+Left out on purpose: packing, LoRA, early stopping.
 """
 
 # ==== 1. imports ==================================================================================
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from common import batches, data, engines, flags, ranks, run
+from given import chat
 from tasks import chain
 
 
@@ -54,27 +55,30 @@ class Args(flags.Model, flags.Run):
 
 # ==== 3. targets ==================================================================================
 def encode_solutions(
-    problems: list[data.Problem], tokenizer, max_len: int
+    problems: list[data.Problem], tokenizer, max_len: int, as_chat: bool = False
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, solution ids with EOS) of the problems that have at most `max_len` tokens.
 
     A solution is encoded behind its prompt, as sampling writes it: some tokenizers put a space mark
     before a text that stands alone. Only where its first characters would join the last token of
-    the prompt, which sampling has already, it is encoded alone. Raises UsageError when nothing is
-    left.
+    the prompt, which sampling has already, or as an answer in a chat, it is encoded alone. Raises
+    UsageError when nothing is left.
     """
     for problem in problems:
         flags.require(problem.solution, f'no "solution" to learn from for {problem.prompt!r:.60}')
-    pairs = []
-    for problem, prompt in zip(problems, data.encode(problems, tokenizer), strict=True):
-        text = problem.prompt + problem.solution
-        ids = tokenizer(text, verbose=False)["input_ids"]
+    texts, pairs = [problem.prompt + problem.solution for problem in problems], []
+    encoded = data.encode(problems, tokenizer, as_chat), data.to_ids(tokenizer, texts)
+    end = chat.find_end(tokenizer) if as_chat else tokenizer.eos_token_id
+    for problem, text, prompt, ids in zip(problems, texts, *encoded, strict=True):
         solution = ids[len(prompt) :]
-        if ids[: len(prompt)] != prompt:
+        if as_chat:
+            solution = tokenizer(problem.solution.strip(), add_special_tokens=False)["input_ids"]
+        elif ids[: len(prompt)] != prompt:
             solution = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
             if tokenizer.decode(prompt + solution[1:], skip_special_tokens=True) == text:
                 solution = solution[1:]  # without the space mark
-        pairs.append((prompt, [*solution, tokenizer.eos_token_id]))
+        flags.require(end not in solution, f"the solution {problem.solution!r:.60} spells an EOS")
+        pairs.append((prompt, [*solution, end]))
     kept = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= max_len]
     what = f"all {len(pairs)} problems have more than --max-model-len {max_len} tokens"
     flags.require(kept or not pairs, what)
@@ -97,8 +101,7 @@ def compute_logprobs(
     row, t = response_mask.nonzero(as_tuple=True)  # (N,), (N,): the N response tokens
     position = prompt_lens[row] + t
     hidden = output.hidden_states[-1][row, position - 1]  # (N, H): a token is predicted one before
-    head = model.get_output_embeddings()
-    logprobs = engines.score(head, hidden, input_ids[row, position], temperature)
+    logprobs = engines.score(model, hidden, input_ids[row, position], temperature)
     return torch.zeros_like(response_mask).index_put((row, t), logprobs)
 
 
@@ -122,8 +125,8 @@ def main(args: Args) -> None:
         model = chain.make_model(tokenizer, args.seed)
     else:
         tokenizer = engines.load_tokenizer(args)
-    sequences = encode_solutions(problems, tokenizer, args.max_model_len)
-    eval_sequences = encode_solutions(eval_problems, tokenizer, args.max_model_len)
+    sequences = encode_solutions(problems, tokenizer, args.max_model_len, args.chat)
+    eval_sequences = encode_solutions(eval_problems, tokenizer, args.max_model_len, args.chat)
 
     if args.model != "embedded":
         model = engines.load_model(args, tokenizer)

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,7 +46,8 @@ class Checkpoints:
         size = BYTES * sum(getattr(p, "ds_numel", p.numel()) for p in parameters) / 1e9
 
         def measure() -> tuple[float, float]:  # GB that are free, GB that are needed
-            for name in ("unfinished", "best_unfinished"):  # what a kill has left
+            names = "unfinished", "best_unfinished", "removed"  # what a kill has left
+            for name in names:
                 shutil.rmtree(f"{self.folder}/checkpoints/{name}", ignore_errors=True)
             best = 0 if self.iterations("best") else BEST
             missing = self.keep + 1 - len(self.iterations()) + best
@@ -159,7 +158,10 @@ class Checkpoints:
         self.link("best", self.path(best, "best"))
         outdated = [self.path(iteration, "best") for iteration in kept if iteration != best]
         for path in [*outdated, *map(self.path, done[: -self.keep])]:
-            shutil.rmtree(path)
+            # another name first: a network's disk may refuse to empty what somebody reads
+            aside = f"{self.folder}/checkpoints/removed/{os.path.basename(path)}"
+            os.renames(path, f"{aside}_{time.time():.0f}")
+            shutil.rmtree(os.path.dirname(aside), ignore_errors=True)
 
     def link(self, name: str, target: str) -> None:
         """In the run's folder, name -> target; never missing, not even for a moment."""
@@ -185,17 +187,6 @@ def compare_settings(saved: dict, given: dict) -> str:
     return "; ".join(f"{n} was {saved.get(n)!r}, is {given.get(n)!r}" for n in differing)
 
 
-def check_shared(folder: str) -> None:
-    """Raises UsageError where a rank does not see what rank 0 writes to the folder."""
-    name = ranks.from_main(lambda: os.path.basename(tempfile.mkstemp(dir=folder)[1]))
-    probe = os.path.join(folder, name)  # as this rank names it
-    blind = ranks.gather([] if os.path.exists(probe) else [socket.gethostname()])
-    if ranks.is_main():
-        os.remove(probe)
-    what = "does not see what rank 0 writes there: it must be a folder that all nodes share"
-    require(not blind, f"--output-dir {folder}: {', '.join(sorted(set(blind)))} {what}")
-
-
 def write_json(path: str, content: dict) -> None:
     with open(path + ".tmp", "w") as file:
         json.dump(content, file, indent=1)
@@ -214,13 +205,14 @@ def read_json(path: str) -> dict:
 PIECE, BLOCK = 2**26, 2**20  # bytes that are summed up, and read, at a time
 
 
-def digest_files(folder: str) -> dict[str, list[str]]:
+def digest_files(folder: str, endings: tuple[str, ...] = ("",)) -> dict[str, list[str]]:
     """{name: SHA-256 of each of its pieces} of all files below the folder but manifest.json. Ranks
     and threads share the pieces, not the files: one may be as large as all the others."""
 
     def list_pieces() -> list[tuple[str, int]]:  # by rank 0: a network's disk may lag elsewhere
         paths = glob.glob(os.path.join(glob.escape(folder), "**"), recursive=True)
-        sizes = {os.path.relpath(p, folder): os.path.getsize(p) for p in paths if os.path.isfile(p)}
+        paths = [path for path in paths if os.path.isfile(path) and path.endswith(endings)]
+        sizes = {os.path.relpath(path, folder): os.path.getsize(path) for path in paths}
         sizes.pop("manifest.json", None)
         pieces = {name: range(0, max(1, size), PIECE) for name, size in sorted(sizes.items())}
         return [(name, start) for name, starts in pieces.items() for start in starts]

@@ -5,17 +5,19 @@
          lines have "question" and "answer" (the solution, with the number behind "####")
 `math`   competition mathematics, tested on MATH-500: from the hub, or such a folder whose lines
          have "problem" and "solution" (the answer in its last box), "answer" where it is known
-`jsonl`  your own: a folder with <split>.jsonl, each line an object with "prompt", "answer" (of the
-         number after "####" or, with --grading-rule boxed, of the last box), "solution" for sft.py
+`jsonl`  your own: a folder with <split>.jsonl or .parquet, or hub:OWNER/NAME; rows with "prompt",
+         "answer" (of the number after "####" or, with --grading-rule boxed, of the last box) and,
+         for sft.py, "solution", or what --prompt-field and its like call them
 """
 
 import os
 from typing import NamedTuple
 
 from common import ranks, require
+from given import chat
 from tasks import chain
 from tasks.mathematics import load_mathematics
-from tasks.own import SPLITS, load_own
+from tasks.own import FIELDS, SPLITS, load_own
 
 
 class Problem(NamedTuple):
@@ -47,16 +49,21 @@ def find_task(args) -> Task:
     return TASKS[args.task]._replace(**given)
 
 
-def load_problems(task: str, split: str, data_dir: str = "", rule: str = "####") -> list[Problem]:
+def load_problems(
+    task: str, split: str, data_dir: str = "", rule: str = "####", fields: tuple = FIELDS
+) -> list[Problem]:
     """The problems of one split ("sft", "train", "validation" or "test"); `rule`: how your own are
-    graded. Raises UsageError, naming the flag or the file and line, for what cannot be used."""
+    graded, `fields`: what their columns are called. Raises UsageError, naming the flag or the file
+    and line, for what cannot be used."""
     require(split in SPLITS, f"--split {split}: no such split; there are {', '.join(SPLITS)}")
-    require(not data_dir or os.path.isdir(data_dir), f"--data-dir {data_dir}: no such folder")
+    on_hub = task == "jsonl" and data_dir.startswith("hub:")
+    exists = not data_dir or on_hub or os.path.isdir(data_dir)
+    require(exists, f"--data-dir {data_dir}: no such folder (on the hub: hub:OWNER/NAME)")
     if task == "chain":
         return [Problem(*row) for row in chain.make_problems(split)]
     if task == "jsonl":
         require(data_dir, f"--task {task} reads a folder of JSONL files: name it with --data-dir")
-        return [Problem(*row) for row in load_own(split, data_dir, rule)]
+        return [Problem(*row) for row in load_own(split, data_dir, rule, fields)]
     splits, missing = load_mathematics(task, "test" if split == "test" else "train", data_dir)
     where = data_dir or "the hub"
     require(
@@ -77,21 +84,27 @@ def load(args, split: str) -> list[Problem]:
     are never asked for."""
     if split == "validation" and not args.eval_every:
         return []
-    problems = load_problems(args.task, split, args.data_dir, find_task(args).grading_rule)
+    problems = load_split(args, split)
     return problems[: args.eval_problems] if split == "validation" else problems
+
+
+def load_split(args, split: str) -> list[Problem]:
+    fields = (args.prompt_field, args.answer_field, args.solution_field)
+    return load_problems(args.task, split, args.data_dir, find_task(args).grading_rule, fields)
 
 
 def fit(args, problems: list[Problem], tokenizer) -> tuple[list[Problem], list[list[int]]]:
     """The problems whose prompts leave room for a response, and those prompts as ids."""
-    return encode_prompts(problems, tokenizer, args.max_model_len - args.max_response_len)
+    room = args.max_model_len - args.max_response_len
+    return encode_prompts(problems, tokenizer, room, args.chat)
 
 
 def encode_prompts(
-    problems: list[Problem], tokenizer, max_prompt_len: int
+    problems: list[Problem], tokenizer, max_prompt_len: int, as_chat: bool = False
 ) -> tuple[list[Problem], list[list[int]]]:
     """The problems whose prompt has at most `max_prompt_len` tokens, and those prompts as ids.
     Raises UsageError when nothing is left."""
-    prompt_ids = encode(problems, tokenizer)
+    prompt_ids = encode(problems, tokenizer, as_chat)
     kept = [i for i, ids in enumerate(prompt_ids) if len(ids) <= max_prompt_len]
     require(
         kept or not problems,
@@ -107,15 +120,29 @@ def say_dropped(all_of_them: int, kept: int) -> None:
         ranks.say(f"{all_of_them - kept} of {all_of_them} problems dropped: too long (in tokens)")
 
 
-def encode(problems: list[Problem], tokenizer) -> list[list[int]]:
+def encode(problems: list[Problem], tokenizer, as_chat: bool = False) -> list[list[int]]:
     """The one place where a prompt becomes ids, so the one place where a BOS is added (where the
-    tokenizer adds one). Raises UsageError for a prompt that has one already."""
-    texts = [problem.prompt for problem in problems]
-    prompt_ids = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    tokenizer adds one). Raises UsageError for a prompt that has one already, that spells an EOS, or
+    that is nothing to the tokenizer."""
+    texts, eos = [problem.prompt for problem in problems], tokenizer.eos_token_id
+    if as_chat:
+        return chat.encode(tokenizer, texts)
+    prompt_ids = to_ids(tokenizer, texts)
     for text, ids in zip(texts, prompt_ids, strict=True):
-        require(
-            ids[:2].count(tokenizer.bos_token_id) < 2,
-            f"the prompt {text!r:.60} begins with {tokenizer.bos_token!r}, and the tokenizer puts "
-            "one before it: take it out of the data",
-        )
+        what, bos = f"the prompt {text!r:.60}", tokenizer.bos_token
+        require(ids, f"{what} has no token: the tokenizer knows none of its characters")
+        require(eos not in ids[1:], f"{what} spells the EOS token: take it out of the data")
+        two = ids[:2].count(tokenizer.bos_token_id) == 2
+        hint = "and the tokenizer puts one before it: take it out of the data"
+        require(not two, f"{what} begins with {bos!r}, {hint}")
+    if unknown := sum(tokenizer.unk_token_id in ids for ids in prompt_ids):
+        what = f"characters that the tokenizer does not know ({tokenizer.unk_token})"
+        ranks.say(f"note: {unknown} of {len(texts)} prompts have {what}")
     return prompt_ids
+
+
+def to_ids(tokenizer, texts: list[str]) -> list[list[int]]:
+    """Without the EOS that some tokenizers append (add_eos_token): the text will go on."""
+    found = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    appends = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
+    return [ids[:-1] for ids in found] if appends else found

@@ -1,64 +1,30 @@
-"""Models: check and load them, train them with DeepSpeed, lend them to the GPU, score tokens."""
+"""Models: load them, train them with DeepSpeed, lend them to the GPU, score tokens."""
 
 import contextlib
 import functools
-import glob
-import os
 
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from common import UsageError, ranks, require
+from common import ranks, require
+from given import chat, weights
+from given import model as given
 
 
 def dtype_of(args) -> str:
-    auto = "bfloat16" if torch.cuda.is_available() else "float32"
+    has_bfloat16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)  # a T4 has not
+    auto = "bfloat16" if has_bfloat16 else "float32"
     return auto if args.dtype == "auto" else args.dtype
 
 
 def load_tokenizer(args):
-    """The tokenizer of --model. Raises UsageError unless that is a checkpoint folder, or the name
-    of one on the hub, for sequences of --max-model-len tokens; with code of its own, or weights
-    that are pickles (which run code when they are read), only where that is trusted."""
-    from safetensors import safe_open
-    from transformers import AutoConfig, AutoTokenizer  # seconds
-    from transformers.utils import cached_file
-
-    model, where, trust = args.model, f"--model {args.model}", args.trust_remote_code
-    is_hub_name = model.count("/") == 1 and not model.startswith((".", "/", "~", "runs/"))
-    hint = "; `python sft.py` makes it" if model == "runs/sft/hf" else ""
-    require(os.path.isdir(model) or is_hub_name, f"{where}: no such folder{hint}")
-    folder = glob.escape(model)
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust)
-        for weights in glob.glob(f"{folder}/*.safetensors"):
-            safe_open(weights, "pt")  # reads the header: a file that was cut off fails here
-        names = ("model.safetensors.index.json", "model.safetensors")  # of the hub: downloads one
-        missing = {"_raise_exceptions_for_missing_entries": False}
-        has_safetensors = any(cached_file(model, name, **missing) for name in names)
-    except Exception as error:  # transformers raises anything, KeyError included
-        reason = " ".join(str(error).split())[:300]
-        needs_trust = "trust_remote_code" in str(error)
-        hint = "runs code of its own; read it, then --trust-remote-code"
-        require(not needs_trust, f"{where}: {hint}")
-        what = "not a checkpoint" if os.path.isdir(model) else "no such folder, nor on the hub"
-        raise UsageError(f"{where}: {what} ({reason})") from None
-    require(tokenizer.eos_token_id is not None, f"{where}: its tokenizer has no EOS token")
-    num_tokens, rows = tokenizer.vocab_size, getattr(config, "vocab_size", tokenizer.vocab_size)
-    sizes = f"its tokenizer has {num_tokens} tokens, its embeddings {rows} rows"
-    require(num_tokens <= rows, f"{where}: {sizes}: it is another model's tokenizer")
+    """The tokenizer of --model. Raises UsageError for a model that cannot be used as is said."""
+    config, tokenizer = given.load(args.model, args.trust_remote_code)
     longest = getattr(config, "max_position_embeddings", args.max_model_len)
-    what = f"--max-model-len {args.max_model_len}: {model} was made for at most {longest} tokens"
-    require(args.max_model_len <= longest, what)
-    if not has_safetensors:
-        has_pickles = is_hub_name or glob.glob(f"{folder}/*.bin")
-        require(has_pickles, f"{where}: not a checkpoint (no model.safetensors in it)")
-        what = "has no model.safetensors, only pickles, which can run code"
-        require(trust, f"{where}: {what}; where you trust them: --trust-remote-code")
-    if getattr(tokenizer, "chat_template", None):
-        ranks.say(f"note: {model} has a chat template; it is not used, prompts are plain text")
+    what = f"--max-model-len {args.max_model_len}: {args.model} was made for at most {longest}"
+    require(args.max_model_len <= longest, f"{what} tokens")
+    chat.check(args, tokenizer, config)
     return tokenizer
 
 
@@ -71,19 +37,27 @@ def load_model(args, tokenizer, folder: str = "") -> torch.nn.Module:
     """The causal language model of --model, or of a checkpoint folder; in evaluation mode. Where
     its vocabulary is padded beyond the tokenizer's (DeepSeekMath: 102,400 rows for 100,015 tokens)
     the logits end with the last token, as the sampler's do: what cannot be decoded has no
-    probability."""
+    probability. Raises UsageError where weights are missing, or log-probs would be wrong."""
     from transformers import AutoModelForCausalLM
 
     trust = args.trust_remote_code
-    model = AutoModelForCausalLM.from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         folder or args.model,
         dtype=dtype_of(args),
         trust_remote_code=trust,
         use_safetensors=None if trust else True,
-    ).eval()
-    head, num_tokens = model.get_output_embeddings(), count_tokens(tokenizer)
+        output_loading_info=True,
+    )
+    given.check_weights(args.model, report)
+    num_tokens = count_tokens(tokenizer)
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # Gemma 2: SDPA would leave that out, in silence
+    weights.check_head(model.eval())
+    head = model.get_output_embeddings()
     if num_tokens < len(head.weight):
         head.register_forward_hook(lambda _, inputs, logits: logits[..., :num_tokens])
+    if model.generation_config:
+        given.even_out(model.generation_config)
     return model
 
 
@@ -145,13 +119,15 @@ def discard_gradients(engine) -> None:
 
 
 def score(
-    head: torch.nn.Module, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float
+    model: torch.nn.Module, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """(N, H), (N,) -> (N,) log-probs of the tokens. The head runs in chunks, which the backward
     pass computes again: float32 logits never exist for more than 1,024 tokens."""
+    model = getattr(model, "module", model)  # of a DeepSpeed engine
+    head, config = model.get_output_embeddings(), model.config
 
     def score_chunk(hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        logits = head(hidden).float() / temperature  # (n, V)
+        logits = weights.finish(head(hidden), config).float() / temperature  # (n, V)
         return -torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
 
     chunks = list(zip(hidden.split(1024), tokens.split(1024), strict=True))

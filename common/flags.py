@@ -1,6 +1,7 @@
 """Flags that no algorithm depends on, which the scripts inherit; and the checks of all flags."""
 
 import dataclasses
+import math
 import sys
 from typing import Literal
 
@@ -16,10 +17,19 @@ class Model:
     """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
     trust_remote_code: bool = False
     """run code that comes with the model: Python files, weights that are pickles (.bin)"""
+    chat: bool = False
+    """a prompt is a user's message, written as the model's chat template has it"""
     task: str = "chain"
     """chain (embedded), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
-    """folder of JSONL files; without one gsm8k and math come from the hub"""
+    """folder of JSONL files; without one gsm8k and math come from the hub; or, for jsonl, of
+    Parquet files, or a data set's name on the hub, as hub:OWNER/NAME"""
+    prompt_field: str = "prompt"
+    """for --task jsonl: what the problem is called in a row"""
+    answer_field: str = "answer"
+    """and the right answer, or a whole solution that has it behind #### or in its last box"""
+    solution_field: str = "solution"
+    """and what sft.py learns to write"""
     grading_rule: Literal["auto", "####", "boxed"] = "auto"
     """for --task jsonl: an answer is the number behind #### (auto) or what the last box says"""
     step_rule: Literal["auto", "line", "gsm8k", "math"] = "auto"
@@ -81,15 +91,16 @@ AT_LEAST_1 += ("max_response_len", "k", "micro_batch_tokens", "eval_problems", "
 AT_LEAST_1 += ("save_every", "keep_checkpoints", "batch_size", "rounds", "max_pairs")
 ABOVE_0 = ("learning_rate", "critic_learning_rate", "max_grad_norm", "clip_coef")
 ABOVE_0 += ("clip_coef_value", "beta", "num_epochs")
-FROM_0 = ("kl_coef", "penalty", "eval_every", "max_steps_valued")
+FROM_0 = ("kl_coef", "penalty", "eval_every", "max_steps_valued", "num_problems")
 UP_TO_1 = ("warmup_fraction", "gamma", "gae_lambda", "smoothing")
 RANGES = (
     (AT_LEAST_1, lambda x: x >= 1, "at least 1"),
-    (ABOVE_0, lambda x: x > 0, "above 0"),
+    (ABOVE_0, lambda x: 0 < x < math.inf, "above 0"),
     (FROM_0, lambda x: x >= 0, "0 or more"),
     (UP_TO_1, lambda x: 0 <= x <= 1, "between 0 and 1"),
     (("temperature", "eval_temperature"), lambda x: 0 < x <= 2, "above 0 and at most 2"),
-    (("top_p",), lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    (("top_p", "gpu_memory_utilization"), lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    (("seed",), lambda x: 0 <= x < 2**63, "0 or more, and below 2**63"),
 )
 
 

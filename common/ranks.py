@@ -5,9 +5,7 @@ import functools
 import hashlib
 import os
 import random
-import shutil
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from common import require
+from given import machine
 
 PR_SET_PDEATHSIG = 1
 # How long a rank waits for a slow one: rank 0 alone writes hf/, for which DeepSpeed's ten minutes
@@ -38,13 +37,15 @@ ON_A_CPU = {
 
 def set_up() -> tuple[int, int, torch.device]:
     """(rank, world size, device). Without torchrun it fills in the variables of one process."""
+    if not dist.is_initialized():  # the first call
+        machine.check_launch()
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     else:  # where torchrun is killed, its ranks must not go on, beside those of the next start
         ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     on_gpu = torch.cuda.is_available()
-    if not on_gpu and not dist.is_initialized():  # the first call
-        check_that_there_is_none()
+    if not on_gpu and not dist.is_initialized():
+        machine.check_that_there_is_none()
     for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | ON_A_CPU).items():
         os.environ.setdefault(name, value)
     sys.stdout.reconfigure(errors="backslashreplace")  # a model writes what no terminal shows
@@ -63,30 +64,6 @@ def set_up() -> tuple[int, int, torch.device]:
         dist.init_process_group(backend, timeout=PATIENCE, **place)
         sys.excepthook = hook  # torch's puts the rank before every line of a message
     return dist.get_rank(), dist.get_world_size(), device
-
-
-def check_that_there_is_none() -> None:
-    """Raises UsageError for a GPU that the driver knows and PyTorch cannot use: a run would go on,
-    for weeks, on the CPU. (CUDA_VISIBLE_DEVICES= says that this is wanted, -1 too.)"""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which(query[0]):
-        return
-    found = subprocess.run(query, capture_output=True, text=True)
-    driver = "".join(found.stdout.split()[:1])
-    cuda = f"is for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for CPUs"
-    require(
-        found.returncode or not driver,
-        f"there is a GPU (driver {driver}) that PyTorch {torch.__version__} cannot use: it {cuda}. "
-        "CUDA 13 needs driver 580 or newer; `rm -r .venv; make install` takes the build for GPUs; "
-        "to run on the CPU: CUDA_VISIBLE_DEVICES= before the command",
-    )
-
-
-def say_how_threads_wait() -> None:
-    """On a CPU threads that wait for one another spin, which is fast on an idle machine only."""
-    several = not torch.cuda.is_available() and torch.get_num_threads() > 1
-    if several and not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        say("note: if this machine has other work too, put GOMP_SPINCOUNT=1000 before the command")
 
 
 def is_main() -> bool:

@@ -3,7 +3,6 @@
 import ctypes
 import dataclasses
 import glob
-import importlib.util
 import json
 import math
 import os
@@ -15,7 +14,8 @@ import torch
 from tqdm import tqdm
 
 from common import RunError, engines, flags, ranks, require
-from common.checkpoints import Checkpoints, check_shared, compare_settings, read_json, write_json
+from common.checkpoints import Checkpoints, compare_settings, read_json, write_json
+from given import folder, machine, tracking
 from mathequal import worker
 
 SHOWN = {
@@ -35,19 +35,26 @@ class Run:
     validation problems, in the form that transformers, vLLM and evaluate.py load."""
 
     def __init__(self, script: str, args):
-        """Checks the folder and writes nothing. Raises UsageError for a folder that holds a run
-        which is not to be resumed, for a resume of nothing, or of a run with other settings."""
+        """Checks the folder and claims it. Raises UsageError for one that cannot be written to,
+        that another process has or that holds a run which is not to be resumed; for a resume of
+        nothing, or of a run with other settings."""
         rank, world_size, _ = ranks.set_up()
         script = os.path.splitext(os.path.basename(script))[0]
-        self.folder = args.output_dir or f"runs/{script}-{args.task}-seed{args.seed}"
+        path = args.output_dir or f"runs/{script}-{args.task}-seed{args.seed}"
+        self.folder = os.path.expanduser(path)
         self.args, self.is_main = args, rank == 0
         settings = {**dataclasses.asdict(args), "script": script, "world_size": world_size}
+        settings["dtype"] = engines.dtype_of(args)
+        # the files, not their names alone: others may lie there when the run is resumed
+        settings["model_files"] = folder.fingerprint(args.model, (".safetensors", ".bin"))
+        settings["data_files"] = folder.fingerprint(args.data_dir, (".jsonl", ".parquet"))
         self.settings = {name: x for name, x in settings.items() if name not in flags.FREE}
         self.checkpoints = Checkpoints(self.folder, self.settings, args.keep_checkpoints)
-        has_wandb = not args.track or importlib.util.find_spec("wandb")
-        require(has_wandb, "--track needs Weights & Biases: .venv/bin/pip install wandb")
+        if args.track:
+            tracking.check()
         if not self.is_main:
             return
+        self.lock = folder.claim(self.folder)  # while this process lives
         path, resume = os.path.join(self.folder, "args.json"), f"--resume {args.resume}: "
         if args.resume == "no":
             has_run = os.path.exists(path) or glob.glob(f"{glob.escape(self.folder)}/checkpoints/*")
@@ -62,12 +69,14 @@ class Run:
         """Loads the newest whole checkpoint of the `trained` engines, if there is one; returns how
         many of `total` iterations are done."""
         os.makedirs(os.path.join(self.folder, "checkpoints"), exist_ok=True)
-        check_shared(self.folder)
+        folder.check_shared(self.folder)
         done = self.checkpoints.load(trained)
         if done < total or not total:
             self.checkpoints.check_room(trained)
-        ranks.say_how_threads_wait()
         if self.is_main:
+            machine.say_how_threads_wait()
+            if self.args.track:  # before the folder holds a run: it may fail
+                tracking.start(self.folder, self.settings)
             write_json(os.path.join(self.folder, "args.json"), self.settings)
             self.keep_lines("metrics.jsonl", done)
             self.keep_lines("episodes.jsonl", done)
@@ -76,19 +85,14 @@ class Run:
             from torch.utils.tensorboard import SummaryWriter
 
             self.tensorboard = SummaryWriter(f"{self.folder}/tensorboard", purge_step=done + 1)
-            if self.args.track:
-                import wandb
-
-                name = os.path.basename(os.path.normpath(self.folder))
-                options = {"config": self.settings, "dir": self.folder, "resume": "allow"}
-                wandb.init(project="vineppo-in-a-file", id=name, **options)
         slow = 0.1 if sys.stderr.isatty() else 30
         self.bar = tqdm(total=total, initial=done, disable=not self.is_main, mininterval=slow)
         self.iteration = done + 1
         self.phases: dict[str, float] = {}
         self.phase_name, self.phase_start = "", time.perf_counter()
         self.terminated = self.stopping = False  # this rank was; all ranks know that one was
-        signal.signal(signal.SIGTERM, self.on_sigterm)
+        for announcement in (signal.SIGTERM, signal.SIGUSR1):  # Slurm's --signal=USR1@300
+            signal.signal(announcement, self.on_sigterm)
         return done
 
     def expect(self, total: int) -> None:

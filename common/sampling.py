@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from common import engines, grading, ranks, require
+from common import RunError, UsageError, engines, grading, ranks, require
 from common.steps import prefix_decoder, tokens_until
+from given import weights
 
 # The engine runs in this process (its default is a process of its own): it shares our
 # torch.distributed world, our memory and our random generators.
@@ -38,13 +39,17 @@ class Sampler:
         world_size, what = dist.get_world_size(), f"--tensor-parallel-size {self.size}"
         fits = self.size >= 1 and world_size % self.size == 0
         require(fits, f"{what}: does not divide the number of ranks, {world_size}")
+        is_special = args.stop in tokenizer.get_added_vocab()
+        what = f"--stop {args.stop}: a special token, of which no text has a trace"
+        require(not is_special, f"{what}; name it as an EOS in generation_config.json")
         if self.size > 1:
             name_shared_memory()
         from vllm import LLM  # it takes seconds, for which a mistyped flag should not wait
 
+        weights.leave_classes_alone()
         self.on_gpu = torch.cuda.is_available()
-        self.llm = LLM(
-            args.model,
+        settings = dict(
+            model=args.model,
             dtype=engines.dtype_of(args),
             max_model_len=args.max_model_len,
             max_num_seqs=1024,
@@ -61,8 +66,14 @@ class Sampler:
             trust_remote_code=args.trust_remote_code,
             load_format="auto" if args.trust_remote_code else "safetensors",
         )
+        try:
+            self.llm = LLM(**settings)
+        except Exception as error:  # of any kind: it shows, above the line that says what to do
+            what = f"vLLM did not start with --model {args.model} ({type(error).__name__}, above)"
+            raise UsageError(f"{what}: docs/models.md has what is known to work") from error
         self.temperature = 1.0
         self.llm.apply_model(self.scale_logits)
+        (self.has_head,) = {*self.llm.apply_model(lambda model: hasattr(model, "lm_head"))}
 
     def scale_logits(self, model: torch.nn.Module) -> None:
         """The engine's model divides its logits by the temperature itself, so that the log-probs
@@ -161,16 +172,14 @@ class Sampler:
             self.llm.wake_up(tags=["kv_cache"])
 
     def sync_weights(self, model: torch.nn.Module) -> None:
-        def weights():
-            named = dict(model.named_parameters())
-            # named_parameters() has tied weights once; without the second name the head stays old
-            if model.config.tie_word_embeddings:
-                named["lm_head.weight"] = model.get_input_embeddings().weight
-            for name, parameter in named.items():
+        def named():
+            for name, parameter in weights.named_weights(model, self.has_head):
                 with engines.whole([parameter]):
-                    yield name, parameter.detach()
+                    yield from weights.as_saved(model, name, parameter.detach()).items()
 
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named()})
+        if not self.on_gpu:
+            self.llm.apply_model(weights.pack_experts)
         self.llm.reset_prefix_cache()  # it holds the old policy's keys and values
 
     def sleep(self) -> None:
@@ -182,6 +191,8 @@ class Sampler:
 def describe(samples: list[Sample]) -> dict[str, float]:
     """What goes into the metrics: lengths, and the shares of how they ended."""
     tokens = sum(len(sample.ids) for sample in samples)
+    if not tokens:
+        raise RunError("all responses are empty: --stop ends each of them at once")
     return {
         "rollout/response_length": tokens / len(samples),
         "rollout/unfinished": 1 - sum(sample.finished for sample in samples) / len(samples),

@@ -6,9 +6,10 @@ import json
 import os
 import re
 
-from common import UsageError, ranks, require
+from common import ranks, require
 from mathequal.boxes import extract_boxed
-from tasks.jsonl import check_answer, check_row, read_jsonl
+from tasks.hub import read_hub
+from tasks.jsonl import check_answer, read_jsonl
 
 PROMPT = "[MATH_TASK] Problem:\n{problem}\n\nSolution:"  # as the official configs write it
 SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra")
@@ -34,7 +35,7 @@ def load_mathematics(task: str, file: str, data_dir: str) -> tuple[dict[str, lis
     are the smallest) and for the test (of the 12,500 of MATH: MATH-500).
     """
     where = os.path.join(data_dir, f"{file}.jsonl") if data_dir else f"{task} from the hub"
-    rows = read_jsonl(where, FIELDS[task]) if data_dir else read_hub(task, file)
+    rows = read_jsonl(where, FIELDS[task]) if data_dir else read_parts(task, file)
     with open(os.path.join(os.path.dirname(__file__), "splits.json")) as stream:
         known = json.load(stream)[task]
     found = sorted(
@@ -90,20 +91,8 @@ def parse(task: str, row: dict) -> tuple[str, str, str]:
     return PROMPT.format(problem=text.strip()), answer, f"\n{solution}\n"
 
 
-def read_hub(task: str, file: str) -> list[dict]:
-    """Rows as `read_jsonl` gives them; on the first call `datasets` downloads them to its cache."""
-    from datasets import load_dataset  # seconds
-
-    rows = []
-    for name, config, split in HUB[task, file]:
-        try:
-            loaded = load_dataset(name, config, split=split)
-        except Exception as error:  # of any kind: of the network, of the hub, of the files
-            raise UsageError(
-                f"--task {task}: {name} could not be loaded from the hub "
-                f"({' '.join(str(error).split())[:200]}): run this once where there is a network, "
-                "or name a folder with train.jsonl and test.jsonl with --data-dir"
-            ) from None
-        place = f"{name}/{config}/{split}"
-        rows += [check_row(row, FIELDS[task], f"{place}:{i}") for i, row in enumerate(loaded, 1)]
-    return rows
+def read_parts(task: str, file: str) -> list[dict]:
+    what, hint = f"--task {task}", "or name a folder with train.jsonl and test.jsonl: --data-dir"
+    hint = f"run this once where there is a network, {hint}"
+    parts = [read_hub(*part, FIELDS[task], what, hint) for part in HUB[task, file]]
+    return [row for part in parts for row in part]

@@ -1,31 +1,84 @@
-"""Your own problems: a folder with <split>.jsonl, each line a problem."""
+"""Your own problems: a folder with <split>.jsonl or <split>.parquet, or a data set on the hub."""
 
+import functools
 import os
 
-from common import require
-from tasks.jsonl import check_answer, read_jsonl
+from common import UsageError, require
+from mathequal.boxes import extract_boxed
+from tasks.hub import read_hub
+from tasks.jsonl import check_answer, read_jsonl, read_parquet
 
 SPLITS = ("sft", "train", "validation", "test")  # sft.py learns from the first, others from train
+FIELDS = ("prompt", "answer", "solution")
 
 
-def load_own(split: str, folder: str, grading_rule: str) -> list[tuple[str, str, str | None]]:
-    """(prompt, answer, solution)s of a split. Raises UsageError where a problem stands in another
-    file of the folder too, perhaps with other line ends or more spaces: what is trained on must not
-    be evaluated on."""
-    # One file serves sft.py and the RL scripts: sft.jsonl where there is one, else train.jsonl.
-    has_sft_file = os.path.exists(os.path.join(folder, "sft.jsonl"))
-    file = "train" if split == "sft" and not has_sft_file else split
-    rows = read_jsonl(os.path.join(folder, f"{file}.jsonl"), ("prompt", "answer"))
+def load_own(
+    split: str, source: str, grading_rule: str, fields: tuple[str, str, str] = FIELDS
+) -> list[tuple[str, str, str | None]]:
+    """(prompt, answer, solution)s of a split; `fields`: what they are called there. Raises
+    UsageError where a problem stands in another split too, perhaps with other line ends or more
+    spaces: what is trained on must not be evaluated on."""
+    prompt, answer, solution = fields
+    # One split serves sft.py and the RL scripts: "sft" where there is one, else "train".
+    name = "train" if split == "sft" and not has_split(source, "sft") else split
+    rows, found = read_split(source, name, (prompt, answer)), []
     for row in rows:
-        check_answer(grading_rule, row["answer"], row["where"])
-    places = {tuple(row["prompt"].split()): row["where"] for row in rows}
-    for other in sorted({*SPLITS} - ({"sft", "train"} if file in ("sft", "train") else {file})):
-        path = os.path.join(folder, f"{other}.jsonl")
-        for row in read_jsonl(path, ("prompt",)) if os.path.exists(path) else ():
-            place = places.get(tuple(row["prompt"].split()))
+        row_answer = find_answer(grading_rule, row[answer])
+        check_answer(grading_rule, row_answer, row["where"])
+        found.append((row[prompt], row_answer, row.get(solution)))
+    places = {tuple(row[prompt].split()): row["where"] for row in rows}
+    for other in sorted({*SPLITS} - ({"sft", "train"} if name in ("sft", "train") else {name})):
+        for row in read_split(source, other, (prompt,)) if has_split(source, other) else ():
+            place = places.get(tuple(row[prompt].split()))
             require(
                 place is None,
-                f"{place}: the problem {row['prompt']!r:.60} is that of {row['where']} too: take "
+                f"{place}: the problem {row[prompt]!r:.60} is that of {row['where']} too: take "
                 "it out of one of them, or scores would be of problems that were trained on",
             )
-    return [(row["prompt"], row["answer"], row.get("solution")) for row in rows]
+    return found
+
+
+def find_answer(rule: str, text: str) -> str:
+    """What is compared: behind the last "####" or in the last box, where a data set gives the whole
+    solution as the answer; else the text."""
+    marked = text.rpartition("####")[2].strip() if rule == "####" else extract_boxed(text)
+    return marked or text
+
+
+def has_split(source: str, split: str) -> bool:
+    if source.startswith("hub:"):
+        return split in list_splits(source)
+    return any(os.path.exists(os.path.join(source, f"{split}.{kind}")) for kind in KINDS)
+
+
+KINDS = {"jsonl": read_jsonl, "parquet": read_parquet}
+
+
+def read_split(source: str, split: str, fields: tuple[str, ...]) -> list[dict]:
+    if source.startswith("hub:"):
+        return read_hub(*find_name(source), split, fields, f"--data-dir {source}", HINT)
+    paths = {kind: os.path.join(source, f"{split}.{kind}") for kind in KINDS}
+    kind = next((kind for kind, path in paths.items() if os.path.exists(path)), "jsonl")
+    return KINDS[kind](paths[kind], fields)
+
+
+HINT = "run this once where there is a network; hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG"
+
+
+def find_name(source: str) -> tuple[str, str | None]:
+    """("owner/name", its configuration or None) of "hub:owner/name/configuration"."""
+    owner, _, rest = source.removeprefix("hub:").partition("/")
+    name, _, config = rest.partition("/")
+    return f"{owner}/{name}", config or None
+
+
+@functools.cache
+def list_splits(source: str) -> list[str]:
+    from datasets import get_dataset_split_names
+
+    name, config = find_name(source)
+    try:
+        return get_dataset_split_names(name, config)
+    except Exception as error:  # of any kind: of the network, of the hub
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"--data-dir {source}: not found ({reason}): {HINT}") from None

@@ -2,6 +2,7 @@
 one that has imported what takes seconds. Reads JSON [[script, flag, ...], ...], writes [[exit
 status, stdout, stderr], ...]. Run by the tests."""
 
+import atexit
 import functools
 import json
 import os
@@ -40,6 +41,7 @@ def in_a_child(arguments: list[str], output: int, errors: int) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

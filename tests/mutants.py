@@ -36,11 +36,12 @@ from tests.record import RUNS
 TIME_LIMIT = 3600  # seconds for a stage: a mistake may make processes wait for one another
 PR_SET_CHILD_SUBREAPER = 36
 
-OURS = ("tests", "common", "tasks", "mathequal", "experiments", "analysis", "recipes")
+OURS = ("tests", "common", "given", "tasks", "mathequal", "experiments", "analysis", "recipes")
 
 # A stage is `second NAME`, the second computation of a run, or arguments of pytest.
 MATHS, STEPS, DATA = (f"tests/test_{name}.py" for name in ("math", "steps", "data"))
 GRADING, ERRORS = (f"tests/test_{name}.py" for name in ("grading", "errors"))
+GIVEN = "tests/test_given.py -m 'not slow and not soak'"
 RUNNING, REPLAYS = (f"tests/test_{name}.py" for name in ("runs", "replays"))
 MATHS += " -k 'not memory'"
 WITHOUT_ENGINES = "checkpoint_stays or damaged_checkpoint or disk or discarded or norm or may or "
@@ -55,15 +56,19 @@ STAGES |= {
     "experiments/vineppo_cheap.py": ["tests/test_allocation.py", "second vineppo_cheap"],
     "common/ranks.py": [MATHS, "second vineppo", TWO_RANKS, PARITY],
     "common/batches.py": [MATHS, "second vineppo", TWO_RANKS],
-    "common/engines.py": [MATHS, FOLDER, "second vineppo", "second sft", FAULTS, PARITY],
+    "common/engines.py": [MATHS, GIVEN, FOLDER, "second vineppo", "second sft", FAULTS, PARITY],
     "common/sampling.py": [STEPS, MATHS, "second vineppo_cheap", "second evaluate", PARITY],
     "common/checkpoints.py": [FOLDER, "second ppo"],
-    "common/run.py": [FOLDER, "second vineppo", "second sft", FAULTS],
+    "common/run.py": [FOLDER, GIVEN, "second vineppo", "second sft", FAULTS],
     "common/flags.py": [FOLDER, ERRORS],
     "common/steps.py": [STEPS, "second vineppo"],
-    "common/data.py": [DATA, "second sft", "second evaluate"],
+    "common/data.py": [DATA, GIVEN, "second sft", "second evaluate"],
     "common/grading.py": [GRADING, "second vineppo"],
     "sft.py": [DATA, "second sft", TWO_RANKS],
+    "given/model.py": [GIVEN, ERRORS],
+    "given/weights.py": [GIVEN],
+    "given/chat.py": [GIVEN],
+    "given/folder.py": [GIVEN],
     "tasks/chain.py": [DATA],
     "tasks/own.py": [DATA],
     "tasks/jsonl.py": [DATA, ERRORS],

@@ -808,7 +808,7 @@ PLANTED = [
     Planted(
         "sft.py",
         "EOS is no target of SFT: the model never learns to stop",
-        "pairs.append((prompt, [*solution, tokenizer.eos_token_id]))",
+        "pairs.append((prompt, [*solution, end]))",
         "pairs.append((prompt, solution))",
     ),
     Planted(
@@ -838,8 +838,8 @@ PLANTED = [
     Planted(
         "common/data.py",
         "prompts that leave no room for a whole response are kept: their responses are cut and count as wrong",
-        "return encode_prompts(problems, tokenizer, args.max_model_len - args.max_response_len)",
-        "return encode_prompts(problems, tokenizer, args.max_model_len - 1)",
+        "room = args.max_model_len - args.max_response_len",
+        "room = args.max_model_len - 1",
     ),
     Planted(
         "evaluate.py",
@@ -1121,8 +1121,8 @@ PLANTED = [
     Planted(
         "common/data.py",
         "prompts have no BOS where the tokenizer adds one",
-        'prompt_ids = tokenizer(texts, verbose=False)["input_ids"] if texts else []',
-        'prompt_ids = tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"] if texts else []',
+        'found = tokenizer(texts, verbose=False)["input_ids"] if texts else []',
+        'found = tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"] if texts else []',
     ),
     Planted(
         "sft.py",
@@ -1139,8 +1139,8 @@ PLANTED = [
     Planted(
         "tasks/own.py",
         "--task jsonl: sft.jsonl is ignored, SFT uses train.jsonl",
-        'file = "train" if split == "sft" and not has_sft_file else split',
-        'file = "train" if split == "sft" else split',
+        'name = "train" if split == "sft" and not has_split(source, "sft") else split',
+        'name = "train" if split == "sft" else split',
     ),
     Planted(
         "tasks/mathematics.py",
@@ -1399,5 +1399,107 @@ PLANTED = [
         "a verdict that failed is remembered for good",
         "if verdict is not None}",
         "}",
+    ),
+    Planted(
+        "given/weights.py",
+        "the logits of Granite and Cohere are not scaled",
+        "logits if scale == 1.0 else logits * scale",
+        "logits",
+    ),
+    Planted(
+        "given/weights.py",
+        "the logits of Gemma 2 are not capped",
+        "torch.tanh(logits / cap) * cap if cap else logits",
+        "logits",
+    ),
+    Planted(
+        "given/weights.py",
+        "any model's logits are taken for those of its head",
+        "logits.abs().max()\n    what",
+        "logits.abs().max() + 1e9\n    what",
+    ),
+    Planted(
+        "given/weights.py",
+        "a tied head keeps its old weights",
+        "if model.config.tie_word_embeddings and has_head:",
+        "if False:",
+    ),
+    Planted(
+        "given/weights.py",
+        "experts keep the names that they have in memory",
+        "revert_weight_conversion(model, {name: weight})",
+        "{name: weight}",
+    ),
+    Planted(
+        "given/chat.py",
+        "in a chat the model's thinking is not switched off",
+        "        enable_thinking=False,\n",
+        "",
+    ),
+    Planted(
+        "given/chat.py",
+        "in a chat the answer is not begun",
+        '{"role": "user", "content": prompt}], True)',
+        '{"role": "user", "content": prompt}], False)',
+    ),
+    Planted(
+        "given/chat.py",
+        "in a chat the tokenizer's EOS is learnt, not the template's",
+        "next((one for one in behind if one in special), tokenizer.eos_token_id)",
+        "tokenizer.eos_token_id",
+    ),
+    Planted(
+        "given/folder.py",
+        "two runs write to one folder",
+        "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+    ),
+    Planted(
+        "given/folder.py",
+        "other weights under --model are not noticed in a resume",
+        "digests = digest_files(folder, endings) if",
+        "digests = {name: 0 for name in digest_files(folder, endings)} if",
+    ),
+    Planted(
+        "given/model.py",
+        "weights that are missing are random ones",
+        'require(not missing, f"--model {model}: {what}; {hint}")',
+        "pass",
+    ),
+    Planted(
+        "given/model.py",
+        "a letter that a file names as EOS ends responses",
+        'require(end >= len(tokenizer), f"',
+        'require(True, f"',
+    ),
+    Planted(
+        "given/model.py",
+        "settings that could not be saved are found after training",
+        "    check_generation(model)\n",
+        "",
+    ),
+    Planted(
+        "common/engines.py",
+        "Gemma 2's attention is not capped",
+        'model.set_attn_implementation("eager")',
+        "pass",
+    ),
+    Planted(
+        "common/data.py",
+        "the EOS that a tokenizer appends stays behind a prompt",
+        "return [ids[:-1] for ids in found] if appends else found",
+        "return found",
+    ),
+    Planted(
+        "tasks/own.py",
+        "an answer that is a whole solution is compared as a whole",
+        "return marked or text",
+        "return text",
+    ),
+    Planted(
+        "common/run.py",
+        "a run that began on a CPU is resumed on a GPU in another precision",
+        '        settings["dtype"] = engines.dtype_of(args)\n',
+        "",
     ),
 ]

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import sft
 import vineppo
 from common import UsageError, data, engines
-from common.grading import grade
+from common.grading import RULES, grade
 from mathequal import extract_boxed, grade_boxed
 from tasks import chain, mathematics
 from tests.conftest import ROOT, read_jsonl
@@ -361,6 +361,78 @@ def test_the_hub_gives_the_same_splits(task, tmp_path):
     if task == "math":
         said = "math from the hub, 12500 rows: 11498 train, 500 validation, 500 test, 2 without an"
         assert hub[0].startswith(said) and len(hub) == 3  # each file is read once
+
+
+OWN = """
+import json, sys
+from common.data import load_split
+from vineppo import Args
+args = Args(task="jsonl", data_dir=sys.argv[1], grading_rule="boxed", prompt_field="problem",
+            answer_field="solution")
+print(json.dumps({split: load_split(args, split) for split in ("sft", "train", "test")}))
+"""
+COLUMNS = [{"problem": f"{i}+1?", "solution": f"It is $\\boxed{{{i + 1}}}$."} for i in range(4)]
+
+
+@pytest.mark.slow
+def test_your_own_from_the_hub_with_columns_of_other_names(tmp_path):
+    put_on_hub(
+        tmp_path,
+        {("me/sums", "easy", "test"): COLUMNS[3:]} | {("me/sums", "easy", "train"): COLUMNS[:3]},
+    )
+    found = run_python(OWN, "hub:me/sums/easy", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert found.returncode == 0, found.stderr[-3000:]
+    splits = json.loads(found.stdout.splitlines()[-1])
+    assert splits["train"] == splits["sft"] and len(splits["train"]) == 3
+    assert splits["test"] == [["3+1?", "4", COLUMNS[3]["solution"]]]
+    missing = run_python(OWN, "hub:me/nothing", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert missing.returncode == 1 and len(missing.stderr.splitlines()) == 1, missing.stderr
+    assert missing.stderr.startswith("error: --data-dir hub:me/nothing: not found (")
+
+
+def test_parquet_and_lines_are_the_same_problems(tmp_path):
+    import datasets
+
+    datasets.disable_progress_bars()
+    fields = ("problem", "solution", "solution")
+    text = "".join(json.dumps(row) + "\n" for row in COLUMNS)
+    (tmp_path / "lines").mkdir()
+    write(tmp_path / "lines", text)
+    (tmp_path / "parquet").mkdir()
+    datasets.Dataset.from_list(COLUMNS).to_parquet(tmp_path / "parquet/train.parquet")
+    folders = [str(tmp_path / name) for name in ("lines", "parquet")]
+    lines, parquet = (data.load_problems("jsonl", "train", f, "boxed", fields) for f in folders)
+    assert lines == parquet and lines[0] == ("0+1?", "1", COLUMNS[0]["solution"])
+    with pytest.raises(UsageError, match=r'train.parquet:1: "prompt" must be a non-empty string'):
+        data.load_problems("jsonl", "train", folders[1], "boxed")
+    (tmp_path / "parquet/train.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(UsageError, match=r"train.parquet: not Parquet \("):
+        data.load_problems("jsonl", "train", folders[1], "boxed", fields)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "answer"),
+    [
+        ("####", "72", "72"),
+        ("####", "6*12=72\n#### 72", "72"),
+        ("boxed", "\\frac{1}{2}", "\\frac{1}{2}"),
+        ("boxed", "So \\boxed{3}, no, \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+    ],
+)
+def test_an_answer_may_be_a_whole_solution(tmp_path, rule, text, answer):
+    write(tmp_path, json.dumps({"prompt": "?", "answer": text}) + "\n")
+    (problem,) = data.load_problems("jsonl", "train", str(tmp_path), rule)
+    assert problem.answer == answer
+    assert RULES[rule].grade(f"#### {answer} \\boxed{{{answer}}}", answer) == 1.0
+
+
+def test_an_id_that_says_nothing_is_none(tmp_path):
+    lines = [
+        f'{{"id": {name}, "prompt": "{i}", "answer": "1"}}\n'
+        for i, name in enumerate(['""', '""', "NaN", "NaN", "null", "null"])
+    ]
+    write(tmp_path, "".join(lines))
+    assert len(data.load_problems("jsonl", "train", str(tmp_path))) == 6
 
 
 @pytest.mark.slow

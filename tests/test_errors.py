@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 import restem
 import vineppo
-from common import UsageError, engines, flags
+from common import UsageError, engines, flags, ranks
+from given import folder as given_folder
 from tasks import chain
 from tests.conftest import ROOT, call, quiet_environment
 
@@ -41,6 +43,8 @@ FILES: dict[str, tuple[bytes | str | None, str | None]] = {
     "no_validation": (PROBLEM, None),
     "long": (PROBLEM.replace("=?", "+1" * 99 + "=?"), PROBLEM),
     "bos": (PROBLEM.replace("1+1", "####1+1"), PROBLEM),
+    "boxes": (PROBLEM.replace('"2"', '"so #### 2"'), PROBLEM),
+    "eos": (PROBLEM.replace("1+1", "1+1<eos>"), PROBLEM),
     "no_marker": ('{"question": "1+1?", "answer": "two"}\n', None),
 }
 
@@ -81,8 +85,21 @@ def make_models(folder) -> None:
     )
     bos.save_pretrained(make("adds_bos"))
     chat = chain.make_tokenizer()
-    chat.chat_template = "{{ messages }}"
+    chat.chat_template = "{% for one in messages %}{{ one['content'] }}<pad>{% endfor %}"
     chat.save_pretrained(make("chat"))
+    make("model[1]")
+    change(make("quantised") / "config.json", quantization_config={"quant_method": "gptq"})
+    change(make("bloom") / "config.json", model_type="bloom", architectures=["BloomForCausalLM"])
+    change(make("padless") / "generation_config.json", pad_token_id=-1)
+    change(make("other_eos") / "generation_config.json", eos_token_id=[1, 7])
+    grown = chain.make_tokenizer()
+    grown.add_special_tokens({"eos_token": "<|im_end|>"})
+    grown.save_pretrained(make("grown"))
+    weights = model.state_dict()
+    parts = {name.replace("model.", "_orig_mod."): x for name, x in weights.items()}
+    save_file(parts, make("renamed") / "model.safetensors", metadata={"format": "pt"})
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, make("incomplete") / "model.safetensors", metadata={"format": "pt"})
 
 
 JSONL = ["--task", "jsonl", "--data-dir"]
@@ -104,6 +121,11 @@ CASES = [
     ("a warm-up above 1", ["--warmup-fraction", "3"], "--warmup-fraction 3.0: must be between 0 and 1"),
     ("a negative KL coefficient", ["--kl-coef", "-1"], "--kl-coef -1.0: must be 0 or more"),
     ("responses as long as the context", ["--max-response-len", "128"], "--max-response-len 128 leaves no room for a prompt in --max-model-len 128"),
+    ("more memory than there is", ["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization 1.5: must be above 0 and at most 1"),
+    ("a seed that is too large", ["--seed", "9223372036854775808"], "--seed 9223372036854775808: must be 0 or more, and below 2**63"),
+    ("a stop string that no text has", ["--stop", "<eos>", "--model", "FOLDER/model"], "--stop <eos>: a special token, of which no text has a trace; name it as an EOS in generation_config.json"),
+    ("a chat with a model that has no template", ["--chat", "--model", "FOLDER/model"], "--chat: FOLDER/model has no chat template"),
+    ("a chat whose answers would not end", ["--chat", "--model", "FOLDER/chat"], "--chat: the template of FOLDER/chat ends an answer with '<pad>', which is no EOS of its tokenizer or generation_config.json: responses would not end"),
     ("Weights & Biases that is not installed", ["--track"], "--track needs Weights & Biases: .venv/bin/pip install wandb"),
     ("a group of one", ["grpo.py", "--group-size", "1", "--minibatch-size", "8"], "--group-size 1: a group of one says nothing"),
     ("a group of one", ["rloo.py", "--group-size", "1", "--minibatch-size", "8"], "--group-size 1: a group of one says nothing"),
@@ -120,9 +142,10 @@ CASES = [
     ("no epochs", ["sft.py", "--num-epochs", "0"], "--num-epochs 0.0: must be above 0"),
     ("the embedded model for other text", ["sft.py", *JSONL, "FOLDER/good"], "--model embedded knows the characters of --task chain only, not those of jsonl"),
     ("no responses", ["evaluate.py", "--model", "FOLDER/model", "--rounds", "0"], "--rounds 0: must be at least 1"),
+    ("-1 for all problems", ["evaluate.py", "--model", "FOLDER/model", "--num-problems", "-1"], "--num-problems -1: must be 0 or more"),
     ("**Files**", [], ""),
     ("your own task without a folder", ["--task", "jsonl"], "--task jsonl reads a folder of JSONL files: name it with --data-dir"),
-    ("a folder that is not there", [*JSONL, "FOLDER/nowhere"], "--data-dir FOLDER/nowhere: no such folder"),
+    ("a folder that is not there", [*JSONL, "FOLDER/nowhere"], "--data-dir FOLDER/nowhere: no such folder (on the hub: hub:OWNER/NAME)"),
     ("rules of a task that has its own", ["--grading-rule", "boxed"], "--step-rule and --grading-rule are for --task jsonl; chain has its own"),
     ("a file that is not there", [*JSONL, "FOLDER/nothing"], "FOLDER/nothing/train.jsonl: no such file"),
     ("no validation problems", [*JSONL, "FOLDER/no_validation"], "FOLDER/no_validation/validation.jsonl: no such file (--eval-every 0 does without)"),
@@ -133,6 +156,8 @@ CASES = [
     ("a line without an answer", [*JSONL, "FOLDER/no_answer"], 'FOLDER/no_answer/train.jsonl:1: "answer" must be a non-empty string, found None'),
     ("an answer that is no string", [*JSONL, "FOLDER/number"], 'FOLDER/number/train.jsonl:1: "answer" must be a non-empty string, found 2'),
     ("an answer that is no number", [*JSONL, "FOLDER/words"], "FOLDER/words/train.jsonl:1: the answer 'two' is not a plain number, so no response could be right"),
+    ("an answer with another mark", [*JSONL, "FOLDER/boxes", "--grading-rule", "boxed"], "FOLDER/boxes/train.jsonl:1: the answer 'so #### 2' has ####, but --grading-rule is boxed"),
+    ("a prompt that ends in its middle", [*JSONL, "FOLDER/eos", "--model", "FOLDER/model"], "the prompt '1+1<eos>=?' spells the EOS token: take it out of the data"),
     ("GSM8K without its marker", ["--task", "gsm8k", "--data-dir", "FOLDER/no_marker"], "FOLDER/no_marker/train.jsonl:1: the answer has no '####' before its number"),
     ("another encoding", [*JSONL, "FOLDER/latin"], "FOLDER/latin/train.jsonl: not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 15: invalid continuation byte)"),
     ("half a character", [*JSONL, "FOLDER/surrogate"], 'FOLDER/surrogate/train.jsonl:1: "prompt" has half of a character (a lone surrogate)'),
@@ -153,7 +178,18 @@ CASES = [
     ("another model's tokenizer", ["--model", "FOLDER/few_rows"], "--model FOLDER/few_rows: its tokenizer has 34 tokens, its embeddings 20 rows: it is another model's tokenizer"),
     ("more than the model was made for", ["--max-model-len", "256", "--model", "FOLDER/model"], "--max-model-len 256: FOLDER/model was made for at most 128 tokens"),
     ("a model that is not there", ["evaluate.py", "--model", "FOLDER/nowhere"], "--model FOLDER/nowhere: no such folder"),
+    ("a path that vLLM reads as a pattern", ["--model", "FOLDER/model[1]"], "--model FOLDER/model[1]: vLLM finds no files in a path with [, ] or *"),
+    ("quantised weights", ["--model", "FOLDER/quantised"], "--model FOLDER/quantised: its weights are quantised, so they cannot be trained; take the model they were made of"),
+    ("an architecture that cannot be had", ["--model", "FOLDER/bloom"], "--model FOLDER/bloom: vLLM takes no new weights for its head"),
+    ("settings that could not be saved again", ["--model", "FOLDER/padless"], "--model FOLDER/padless: its generation_config.json could not be saved again (..."),
+    ("an EOS that is a letter", ["--model", "FOLDER/other_eos"], "--model FOLDER/other_eos: its configuration names token 7 as EOS, which is ..."),
+    ("a new EOS without a row", ["--model", "FOLDER/grown"], "--model FOLDER/grown: its tokenizer's EOS or BOS is token 34, its embeddings have 34 rows: resize_token_embeddings, then save it"),
+    ("weights that are missing", ["--model", "FOLDER/incomplete"], "--model FOLDER/incomplete: 1 of its weights are missing (model.layers.1.mlp.up_proj.weight); the download or copy is not complete"),
+    ("weights under other names", ["sft.py", "--model", "FOLDER/renamed"], "--model FOLDER/renamed: 29 of its weights are missing (..."),
     ("**Runs**", [], ""),
+    ("an address as a folder", ["--output-dir", "s3://bucket/run"], "--output-dir s3://bucket/run: an address, not a folder of this machine"),
+    ("a folder that cannot be", ["--output-dir", "FOLDER/good/train.jsonl/run"], "--output-dir FOLDER/good/train.jsonl/run: cannot be written to (Not a directory)"),
+    ("a folder for a result", ["evaluate.py", "--model", "FOLDER/model", "--output", "FOLDER/good"], "--output FOLDER/good: a folder; name a file"),
     ("a folder that holds a run", ["--output-dir", "FOLDER/run"], "FOLDER/run already holds a run: go on with it (--resume auto) or name another --output-dir"),
     ("a resume of nothing", ["--resume", "auto", "--output-dir", "FOLDER/nowhere"], "--resume auto: no run to resume in FOLDER/nowhere"),
     ("a resume with other settings", ["--resume", "auto", "--output-dir", "FOLDER/run"], "--resume auto: FOLDER/run was made with other settings: kl_coef was 0.001, is 0.0001"),
@@ -183,6 +219,9 @@ def results(tmp_path_factory):
     make_models(folder)
     settings = {**vars(vineppo.Args()), "script": "vineppo", "world_size": 1, "kl_coef": 0.001}
     settings = {k: v for k, v in settings.items() if k not in flags.FREE}
+    ranks.set_up()
+    files = given_folder.fingerprint(settings["model"], (".safetensors", ".bin"))
+    settings |= {"dtype": "float32", "model_files": files, "data_files": ""}
     (folder / "run").mkdir()
     (folder / "run" / "args.json").write_text(json.dumps(settings))
     commands = []
@@ -245,7 +284,7 @@ def test_the_page_has_these_rows():
 
 def args_for(model, trust: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
-        model=str(model), max_model_len=128, trust_remote_code=trust, dtype="float32"
+        model=str(model), max_model_len=128, trust_remote_code=trust, dtype="float32", chat=False
     )
 
 
@@ -265,7 +304,7 @@ def test_pickles_and_code_are_read_where_they_are_trusted(results):
 
 def test_a_chat_template_is_not_used_and_that_is_said(results, capsys):
     engines.load_tokenizer(args_for(results[0] / "chat"))
-    assert "has a chat template; it is not used, prompts are plain text" in capsys.readouterr().out
+    assert "has a chat template; prompts are plain text (--chat)" in capsys.readouterr().out
 
 
 def test_missing_sft_checkpoint_names_the_command(tmp_path, monkeypatch):

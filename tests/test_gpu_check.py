@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common import UsageError, ranks, sampling
+from given import machine
 from tests.conftest import BIN, ROOT, call, quiet_environment
 from tests.gpu import trainer
 
@@ -78,19 +79,20 @@ def test_a_gpu_that_pytorch_cannot_use_is_an_error(nvidia_smi, monkeypatch):
     for cuda, what in ((None, "it is a build for CPUs"), ("13.0", "it is for CUDA 13.0")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         with pytest.raises(UsageError, match=rf"GPU \(driver 570.86.10\) that PyTorch .*{what}"):
-            ranks.check_that_there_is_none()
+            machine.check_that_there_is_none()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # as Slurm does
     with pytest.raises(UsageError):
-        ranks.check_that_there_is_none()
+        machine.check_that_there_is_none()
     for hidden in ("", "-1"):  # the CPU is wanted
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        ranks.check_that_there_is_none()
+        machine.check_that_there_is_none()
 
 
 def test_more_ranks_than_gpus_is_an_error():
     code = "import torch; from common import ranks; torch.cuda.is_available = lambda: True\n"
     code += "torch.cuda.device_count = lambda: 2; ranks.set_up()"
     environment = quiet_environment() | {"RANK": "5", "LOCAL_RANK": "5", "WORLD_SIZE": "8"}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
     )
@@ -101,7 +103,7 @@ def test_more_ranks_than_gpus_is_an_error():
 @pytest.mark.parametrize(("output", "status"), [("", 0), ("no driver", 9)])
 def test_no_gpu_is_no_error(nvidia_smi, output, status):
     nvidia_smi(output, status)
-    ranks.check_that_there_is_none()
+    machine.check_that_there_is_none()
 
 
 @pytest.mark.parametrize(

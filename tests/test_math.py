@@ -17,6 +17,7 @@ import rloo
 import vineppo
 from common import batches, engines, ranks, run, sampling
 from tests.conftest import call
+from tests.gpu.trainer import OnlyAHead
 
 # ---- advantages ----------------------------------------------------------------------------------
 
@@ -356,7 +357,7 @@ def test_scores_in_chunks_are_those_of_log_softmax(number):
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(8, 20), torch.randn(number, 8, requires_grad=True)
     tokens = torch.randint(0, 20, (number,))
-    scores = engines.score(head, hidden, tokens, 0.7)
+    scores = engines.score(OnlyAHead(head), hidden, tokens, 0.7)
     expected = torch.log_softmax(head(hidden) / 0.7, dim=-1)[torch.arange(number), tokens]
     torch.testing.assert_close(scores, expected)
     found, wanted = (torch.autograd.grad(x.sum(), hidden)[0] for x in (scores, expected))

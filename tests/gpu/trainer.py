@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from transformers import PretrainedConfig
 
 from benchmarks import plan
 from common import batches, engines, ranks
@@ -66,6 +67,17 @@ def make_batch(vocabulary: int, device: torch.device) -> batches.Batch:
 # ---- without DeepSpeed ---------------------------------------------------------------------------
 
 
+class OnlyAHead(torch.nn.Module):
+    """What `engines.score` asks of a model."""
+
+    def __init__(self, head: torch.nn.Module):
+        super().__init__()
+        self.head, self.config = head, PretrainedConfig()
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+
 def check_head(device: torch.device, dtype: str) -> list[Row]:
     """Log-probs in chunks are those of all logits at once, and so is their gradient."""
     torch.manual_seed(0)
@@ -73,7 +85,7 @@ def check_head(device: torch.device, dtype: str) -> list[Row]:
     hidden = torch.randn(2500, 64, device=device, dtype=head.weight.dtype)  # three chunks
     tokens = torch.randint(800, (2500,), device=device)
     found, expected = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    ours = engines.score(head, found, tokens, TEMPERATURE)
+    ours = engines.score(OnlyAHead(head), found, tokens, TEMPERATURE)
     logits = head(expected).float() / TEMPERATURE
     theirs = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     ours.sum().backward()
