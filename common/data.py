@@ -135,9 +135,11 @@ def encode(problems: list[Problem], tokenizer, as_chat: bool = False) -> list[li
         two = ids[:2].count(tokenizer.bos_token_id) == 2
         hint = "and the tokenizer puts one before it: take it out of the data"
         require(not two, f"{what} begins with {bos!r}, {hint}")
-    if unknown := sum(tokenizer.unk_token_id in ids for ids in prompt_ids):
-        what = f"characters that the tokenizer does not know ({tokenizer.unk_token})"
-        ranks.say(f"note: {unknown} of {len(texts)} prompts have {what}")
+    backs = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True) if texts else []
+    lost = [text for text, back in zip(texts, backs, strict=True) if text.strip() != back.strip()]
+    if lost:
+        what = f"prompts have characters that the tokenizer changes, as that of {lost[0]!r:.60}"
+        ranks.say(f"note: {len(lost)} of {len(texts)} {what}")
     return prompt_ids
 
 

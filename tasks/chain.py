@@ -85,7 +85,6 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
-        unk_token="<pad>",
         eos_token="<eos>",
         clean_up_tokenization_spaces=False,
         model_max_length=128,

@@ -1157,8 +1157,8 @@ PLANTED = [
     Planted(
         "sft.py",
         "solutions are encoded alone",
-        "        if ids[: len(prompt)] != prompt:\n",
-        "        if True:\n",
+        "        elif ids[: len(prompt)] != prompt:\n",
+        "        else:\n",
     ),
     Planted(
         "common/data.py",
@@ -1222,12 +1222,6 @@ PLANTED = [
     ),
     Planted(
         "common/sampling.py",
-        "the head of tied models stays old",
-        'named["lm_head.weight"] = model.get_input_embeddings().weight',
-        "pass",
-    ),
-    Planted(
-        "common/sampling.py",
         "an answer that was cut off counts as finished",
         'return Sample(ids, logprobs, output.finish_reason == "stop", stopped)',
         "return Sample(ids, logprobs, True, stopped)",
@@ -1265,8 +1259,8 @@ PLANTED = [
     Planted(
         "mathequal/numbers.py",
         "a minus behind the currency sign ($-5) is lost",
-        '    negative = (match["sign"] or match["sign2"]) in ("-", "\\u2212")',
-        '    negative = match["sign"] in ("-", "\\u2212")',
+        '    negative = (match["sign"] or match["sign2"]) in ("-", "\\u2212", "\\u2013")',
+        '    negative = match["sign"] in ("-", "\\u2212", "\\u2013")',
     ),
     Planted(
         "mathequal/numbers.py",
