@@ -344,13 +344,20 @@ def smollm2(tmp_path_factory):
 
 @pytest.mark.skipif(not os.path.isdir(DATA), reason="no data sets beside the clone")
 @pytest.mark.parametrize(
-    ("task", "run"), [("gsm8k", "vineppo-smollm2"), ("math", "vineppo-smollm2-math")]
+    ("task", "run"),
+    [
+        ("gsm8k", "vineppo-smollm2"),
+        ("math", "vineppo-smollm2-math"),
+        ("gsm8k --chat", "vineppo-smollm2-chat"),
+    ],
 )
 def test_smollm2_is_not_vacuous(smollm2, task, run):
     """The commands of docs/real_data.md, as they stand there."""
+    task, _, is_chat = task.partition(" ")
     with open(f"{ROOT}/docs/real_data.md") as file:
         lines = [line for line in file if line.startswith(".venv") and f"--task {task}" in line]
-    assert len(lines) == (3 if task == "gsm8k" else 2)
+    lines = [line for line in lines if bool(is_chat) == ("--chat" in line)]
+    assert len(lines) == (2 if task == "math" else 3)
     for line in lines:
         line = line.replace(f"--data-dir {task.upper()}", f"--data-dir {DATA}/{task}")
         line = re.sub(r" runs/", f" {smollm2}/", line)
