@@ -316,7 +316,8 @@ def read_run(folder: str, args: Args) -> tuple[Args, dict[int, str], dict]:
     with open(path) as file:
         saved = json.load(file)
     names = ("task", "data_dir", "group_size", "temperature", "top_p", "stop", "dtype")
-    names += ("max_response_len", "max_model_len", "trust_remote_code")
+    names += ("max_response_len", "max_model_len", "trust_remote_code", "chat")
+    names += ("grading_rule", "step_rule", "prompt_field", "answer_field", "solution_field")
     script = saved.get("script")
     require({*names} <= saved.keys(), f"{folder} is a run of {script}.py, which samples no groups")
     args = dataclasses.replace(args, run=folder, **{name: saved[name] for name in names})
@@ -329,7 +330,7 @@ def set_up(args: Args, model: str) -> tuple[Prober, list[data.Problem], list[lis
     """Engines with the checkpoint `model`, and the training problems that it is asked about."""
     ranks.set_up()
     args = dataclasses.replace(args, model=model)
-    problems = data.load_problems(args.task, "train", args.data_dir)
+    problems = data.load_split(args, "train")
     tokenizer = engines.load_tokenizer(args)
     problems, prompts = data.fit(args, problems, tokenizer)
     wanted = min(args.num_prompts, len(problems))

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common import RunError, UsageError, engines, grading, ranks, require
 from common.steps import prefix_decoder, tokens_until
 from given import weights
+from given.model import check_stop
 
 # The engine runs in this process (its default is a process of its own): it shares our
 # torch.distributed world, our memory and our random generators.
@@ -39,9 +40,7 @@ class Sampler:
         world_size, what = dist.get_world_size(), f"--tensor-parallel-size {self.size}"
         fits = self.size >= 1 and world_size % self.size == 0
         require(fits, f"{what}: does not divide the number of ranks, {world_size}")
-        is_special = args.stop in tokenizer.get_added_vocab()
-        what = f"--stop {args.stop}: a special token, of which no text has a trace"
-        require(not is_special, f"{what}; name it as an EOS in generation_config.json")
+        check_stop(args.stop, tokenizer)
         if self.size > 1:
             name_shared_memory()
         from vllm import LLM  # it takes seconds, for which a mistyped flag should not wait

@@ -9,6 +9,8 @@ import os
 import socket
 import tempfile
 
+import torch.distributed as dist
+
 from common import UsageError, ranks, require
 from common.checkpoints import digest_files
 
@@ -66,6 +68,9 @@ def check_shared(folder: str) -> None:
 
 def fingerprint(folder: str, endings: tuple[str, ...]) -> str:
     """16 hexadecimal digits that tell whether the files in the folder with such names, if it is
-    one, are still the same."""
-    digests = digest_files(folder, endings) if folder and os.path.isdir(folder) else {}
+    one, are still the same. Raises UsageError where some ranks have no such folder."""
+    blind = ranks.gather([] if os.path.isdir(folder) else [socket.gethostname()])
+    nowhere = len(blind) == dist.get_world_size()
+    require(nowhere or not blind, f"{folder}: no such folder on {', '.join(sorted(set(blind)))}")
+    digests = {} if nowhere else digest_files(folder, endings)
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if digests else ""

@@ -54,7 +54,8 @@ def load(model: str, trust: bool):
         require(has_pickles, f"{where}: not a checkpoint (no model.safetensors in it)")
         what = "has no model.safetensors, only pickles, which can run code"
         require(trust, f"{where}: {what}; where you trust them: --trust-remote-code")
-    require(config.model_type not in REFUSED, f"{where}: {REFUSED.get(config.model_type)}")
+    why = f"{REFUSED.get(config.model_type)}; docs/models.md has what works"
+    require(config.model_type not in REFUSED, f"{where}: {why}")
     kind = getattr(config, "quantization_config", None)
     what = "its weights are quantised, so they cannot be trained; take the model they were made of"
     require(not kind, f"{where}: {what}")
@@ -77,6 +78,14 @@ def find_ends(model: str, config) -> list[int]:
         ends = config.get_text_config().eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     return [end for end in ends if end is not None]
+
+
+def check_stop(stop: str, tokenizer) -> None:
+    """Raises UsageError for a stop string that decoding leaves out of every text."""
+    added = tokenizer.added_tokens_decoder.values()
+    is_special = stop in (token.content for token in added if token.special)
+    what = f"--stop {stop}: a special token, of which no text has a trace"
+    require(not is_special, f"{what}; name it as an EOS in generation_config.json")
 
 
 def check_generation(model: str) -> None:

@@ -180,7 +180,7 @@ CASES = [
     ("a model that is not there", ["evaluate.py", "--model", "FOLDER/nowhere"], "--model FOLDER/nowhere: no such folder"),
     ("a path that vLLM reads as a pattern", ["--model", "FOLDER/model[1]"], "--model FOLDER/model[1]: vLLM finds no files in a path with [, ] or *"),
     ("quantised weights", ["--model", "FOLDER/quantised"], "--model FOLDER/quantised: its weights are quantised, so they cannot be trained; take the model they were made of"),
-    ("an architecture that cannot be had", ["--model", "FOLDER/bloom"], "--model FOLDER/bloom: vLLM takes no new weights for its head"),
+    ("an architecture that cannot be had", ["--model", "FOLDER/bloom"], "--model FOLDER/bloom: vLLM takes no new weights for its head; docs/models.md has what works"),
     ("settings that could not be saved again", ["--model", "FOLDER/padless"], "--model FOLDER/padless: its generation_config.json could not be saved again (..."),
     ("an EOS that is a letter", ["--model", "FOLDER/other_eos"], "--model FOLDER/other_eos: its configuration names token 7 as EOS, which is ..."),
     ("a new EOS without a row", ["--model", "FOLDER/grown"], "--model FOLDER/grown: its tokenizer's EOS or BOS is token 34, its embeddings have 34 rows: resize_token_embeddings, then save it"),
