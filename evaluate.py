@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from common import data, engines, flags, ranks, sampling
+from given import folder
 from mathequal import worker
 
 
@@ -54,13 +55,8 @@ def bootstrap_interval(
 def main(args: Args) -> None:
     ranks.set_up()
     flags.check(args)
-    folder = os.path.dirname(os.path.abspath(args.output))
-    is_file = not args.output or not os.path.isdir(args.output)
-    flags.require(is_file, f"--output {args.output}: a folder; name a file")
-    if args.output:
-        os.makedirs(folder, exist_ok=True)
-        can_write = os.access(folder, os.W_OK)
-        flags.require(can_write, f"--output {args.output}: {folder} cannot be written to")
+    if args.output and ranks.is_main():
+        folder.check_output(args.output)
     rule, problems = data.find_task(args).grading_rule, data.load_split(args, args.split)
     tokenizer = engines.load_tokenizer(args)
     problems, prompts = data.fit(args, problems[: args.num_problems or None], tokenizer)

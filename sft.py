@@ -66,19 +66,22 @@ def encode_solutions(
     """
     for problem in problems:
         flags.require(problem.solution, f'no "solution" to learn from for {problem.prompt!r:.60}')
-    texts, pairs = [problem.prompt + problem.solution for problem in problems], []
-    encoded = data.encode(problems, tokenizer, as_chat), data.to_ids(tokenizer, texts)
-    end = chat.find_end(tokenizer) if as_chat else tokenizer.eos_token_id
-    for problem, text, prompt, ids in zip(problems, texts, *encoded, strict=True):
+        has_eos = tokenizer.eos_token in problem.solution
+        flags.require(not has_eos, f"the solution {problem.solution!r:.60} spells the EOS token")
+    prompts, solutions = data.encode(problems, tokenizer, as_chat), []
+    texts = [problem.prompt + problem.solution for problem in problems]
+    for problem, text, prompt, ids in zip(
+        problems, texts, prompts, data.to_ids(tokenizer, texts), strict=True
+    ):
         solution = ids[len(prompt) :]
-        if as_chat:
-            solution = tokenizer(problem.solution.strip(), add_special_tokens=False)["input_ids"]
-        elif ids[: len(prompt)] != prompt:
+        if ids[: len(prompt)] != prompt:
             solution = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
             if tokenizer.decode(prompt + solution[1:], skip_special_tokens=True) == text:
                 solution = solution[1:]  # without the space mark
-        flags.require(end not in solution, f"the solution {problem.solution!r:.60} spells an EOS")
-        pairs.append((prompt, [*solution, end]))
+        solutions.append([*solution, tokenizer.eos_token_id])
+    if as_chat:
+        solutions = chat.encode_answers(tokenizer, problems, prompts)
+    pairs = list(zip(prompts, solutions, strict=True))
     kept = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= max_len]
     what = f"all {len(pairs)} problems have more than --max-model-len {max_len} tokens"
     flags.require(kept or not pairs, what)

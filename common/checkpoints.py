@@ -205,14 +205,15 @@ def read_json(path: str) -> dict:
 PIECE, BLOCK = 2**26, 2**20  # bytes that are summed up, and read, at a time
 
 
-def digest_files(folder: str, endings: tuple[str, ...] = ("",)) -> dict[str, list[str]]:
-    """{name: SHA-256 of each of its pieces} of all files below the folder but manifest.json. Ranks
-    and threads share the pieces, not the files: one may be as large as all the others."""
+def digest_files(folder: str, wanted: str = ".*") -> dict[str, list[str]]:
+    """{name: SHA-256 of each of its pieces} of the files below the folder whose names match, but
+    manifest.json. Ranks and threads share the pieces, not the files: one may be as large as all
+    the others."""
 
     def list_pieces() -> list[tuple[str, int]]:  # by rank 0: a network's disk may lag elsewhere
         paths = glob.glob(os.path.join(glob.escape(folder), "**"), recursive=True)
-        paths = [path for path in paths if os.path.isfile(path) and path.endswith(endings)]
-        sizes = {os.path.relpath(path, folder): os.path.getsize(path) for path in paths}
+        sizes = {os.path.relpath(p, folder): os.path.getsize(p) for p in paths if os.path.isfile(p)}
+        sizes = {name: size for name, size in sizes.items() if re.fullmatch(wanted, name)}
         sizes.pop("manifest.json", None)
         pieces = {name: range(0, max(1, size), PIECE) for name, size in sorted(sizes.items())}
         return [(name, start) for name, starts in pieces.items() for start in starts]

@@ -58,11 +58,12 @@ def load_problems(
     require(split in SPLITS, f"--split {split}: no such split; there are {', '.join(SPLITS)}")
     on_hub = task == "jsonl" and data_dir.startswith("hub:")
     exists = not data_dir or on_hub or os.path.isdir(data_dir)
-    require(exists, f"--data-dir {data_dir}: no such folder (on the hub: hub:OWNER/NAME)")
+    hint = " (on the hub: hub:OWNER/NAME)" if task == "jsonl" else ""
+    require(exists, f"--data-dir {data_dir}: no such folder{hint}")
     if task == "chain":
         return [Problem(*row) for row in chain.make_problems(split)]
     if task == "jsonl":
-        require(data_dir, f"--task {task} reads a folder of JSONL files: name it with --data-dir")
+        require(data_dir, f"--task {task} reads a folder of your own: name it with --data-dir")
         return [Problem(*row) for row in load_own(split, data_dir, rule, fields)]
     splits, missing = load_mathematics(task, "test" if split == "test" else "train", data_dir)
     where = data_dir or "the hub"
@@ -124,21 +125,23 @@ def encode(problems: list[Problem], tokenizer, as_chat: bool = False) -> list[li
     """The one place where a prompt becomes ids, so the one place where a BOS is added (where the
     tokenizer adds one). Raises UsageError for a prompt that has one already, that spells an EOS, or
     that is nothing to the tokenizer."""
-    texts, eos = [problem.prompt for problem in problems], tokenizer.eos_token_id
+    texts = [problem.prompt for problem in problems]
+    for text in texts:
+        what = f"the prompt {text!r:.60} spells the EOS token: take it out of the data"
+        require(tokenizer.eos_token not in text, what)
     if as_chat:
         return chat.encode(tokenizer, texts)
     prompt_ids = to_ids(tokenizer, texts)
     for text, ids in zip(texts, prompt_ids, strict=True):
         what, bos = f"the prompt {text!r:.60}", tokenizer.bos_token
         require(ids, f"{what} has no token: the tokenizer knows none of its characters")
-        require(eos not in ids[1:], f"{what} spells the EOS token: take it out of the data")
         two = ids[:2].count(tokenizer.bos_token_id) == 2
         hint = "and the tokenizer puts one before it: take it out of the data"
         require(not two, f"{what} begins with {bos!r}, {hint}")
     backs = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True) if texts else []
     lost = [text for text, back in zip(texts, backs, strict=True) if text.strip() != back.strip()]
     if lost:
-        what = f"prompts have characters that the tokenizer changes, as that of {lost[0]!r:.60}"
+        what = f"prompts have characters that decoding does not give back: {lost[0]!r:.60}"
         ranks.say(f"note: {len(lost)} of {len(texts)} {what}")
     return prompt_ids
 

@@ -21,7 +21,8 @@ def dtype_of(args) -> str:
 def load_tokenizer(args):
     """The tokenizer of --model. Raises UsageError for a model that cannot be used as is said."""
     config, tokenizer = given.load(args.model, args.trust_remote_code)
-    longest = getattr(config, "max_position_embeddings", args.max_model_len)
+    text_config = config.get_text_config()
+    longest = getattr(text_config, "max_position_embeddings", args.max_model_len)
     what = f"--max-model-len {args.max_model_len}: {args.model} was made for at most {longest}"
     require(args.max_model_len <= longest, f"{what} tokens")
     chat.check(args, tokenizer, config)
@@ -57,7 +58,7 @@ def load_model(args, tokenizer, folder: str = "") -> torch.nn.Module:
     if num_tokens < len(head.weight):
         head.register_forward_hook(lambda _, inputs, logits: logits[..., :num_tokens])
     if model.generation_config:
-        given.even_out(model.generation_config)
+        given.allow_sampling(model.generation_config)
     return model
 
 

@@ -25,17 +25,17 @@ class Model:
     """folder of JSONL files; without one gsm8k and math come from the hub; or, for jsonl, of
     Parquet files, or a data set's name on the hub, as hub:OWNER/NAME"""
     prompt_field: str = "prompt"
-    """for --task jsonl: what the problem is called in a row"""
+    """for --task jsonl: the field, or column, of the problem"""
     answer_field: str = "answer"
-    """and the right answer, or a whole solution that has it behind #### or in its last box"""
+    """that of the right answer, or of a solution that has it behind #### or in its last box"""
     solution_field: str = "solution"
-    """and what sft.py learns to write"""
+    """that of what sft.py learns to write"""
     grading_rule: Literal["auto", "####", "boxed"] = "auto"
     """for --task jsonl: an answer is the number behind #### (auto) or what the last box says"""
     step_rule: Literal["auto", "line", "gsm8k", "math"] = "auto"
     """for --task jsonl: where a reasoning step ends; auto: at the end of a line"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU; the optimizer keeps float32 weights either way"""
+    """auto: bfloat16 on a GPU that has it, else float32; the optimizer's weights are float32"""
     max_model_len: int = 128
     """tokens of prompt + response; prompts that leave no room are dropped and counted"""
     seed: int = 1
@@ -95,7 +95,7 @@ FROM_0 = ("kl_coef", "penalty", "eval_every", "max_steps_valued", "num_problems"
 UP_TO_1 = ("warmup_fraction", "gamma", "gae_lambda", "smoothing")
 RANGES = (
     (AT_LEAST_1, lambda x: x >= 1, "at least 1"),
-    (ABOVE_0, lambda x: 0 < x < math.inf, "above 0"),
+    (ABOVE_0, lambda x: 0 < x < math.inf, "above 0 and finite"),
     (FROM_0, lambda x: x >= 0, "0 or more"),
     (UP_TO_1, lambda x: 0 <= x <= 1, "between 0 and 1"),
     (("temperature", "eval_temperature"), lambda x: 0 < x <= 2, "above 0 and at most 2"),

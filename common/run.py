@@ -2,7 +2,6 @@
 
 import ctypes
 import dataclasses
-import glob
 import json
 import math
 import os
@@ -45,25 +44,20 @@ class Run:
         self.args, self.is_main = args, rank == 0
         settings = {**dataclasses.asdict(args), "script": script, "world_size": world_size}
         settings["dtype"] = engines.dtype_of(args)
-        # the files, not their names alone: others may lie there when the run is resumed
-        settings["model_files"] = folder.fingerprint(args.model, (".safetensors", ".bin"))
-        settings["data_files"] = folder.fingerprint(args.data_dir, (".jsonl", ".parquet"))
         self.settings = {name: x for name, x in settings.items() if name not in flags.FREE}
+        if self.is_main:
+            if args.track:
+                tracking.check()
+            self.lock = folder.claim(self.folder, args.resume)  # while this process lives
+        # others may lie there when the run is resumed
+        self.settings["model_files"] = folder.fingerprint(args.model, folder.MODEL_FILES)
+        self.settings["data_files"] = folder.fingerprint(args.data_dir, folder.DATA_FILES)
         self.checkpoints = Checkpoints(self.folder, self.settings, args.keep_checkpoints)
-        if args.track:
-            tracking.check()
-        if not self.is_main:
-            return
-        self.lock = folder.claim(self.folder)  # while this process lives
-        path, resume = os.path.join(self.folder, "args.json"), f"--resume {args.resume}: "
-        if args.resume == "no":
-            has_run = os.path.exists(path) or glob.glob(f"{glob.escape(self.folder)}/checkpoints/*")
-            hint = "go on with it (--resume auto) or name another --output-dir"
-            require(not has_run, f"{self.folder} already holds a run: {hint}")
-            return
-        require(os.path.exists(path), f"{resume}no run to resume in {self.folder}")
-        differing = compare_settings(read_json(path), self.settings)
-        require(not differing, f"{resume}{self.folder} was made with other settings: {differing}")
+        if self.is_main and args.resume == "auto":
+            begun = read_json(os.path.join(self.folder, "args.json"))
+            differing = compare_settings(begun, self.settings)
+            what = f"--resume auto: {self.folder} was made with other settings"
+            require(not differing, f"{what}: {differing}")
 
     def open(self, trained: dict, total: int) -> int:
         """Loads the newest whole checkpoint of the `trained` engines, if there is one; returns how
@@ -91,8 +85,7 @@ class Run:
         self.phases: dict[str, float] = {}
         self.phase_name, self.phase_start = "", time.perf_counter()
         self.terminated = self.stopping = False  # this rank was; all ranks know that one was
-        for announcement in (signal.SIGTERM, signal.SIGUSR1):  # Slurm's --signal=USR1@300
-            signal.signal(announcement, self.on_sigterm)
+        signal.signal(signal.SIGTERM, self.on_sigterm)
         return done
 
     def expect(self, total: int) -> None:

@@ -69,10 +69,11 @@ class Sampler:
             self.llm = LLM(**settings)
         except Exception as error:  # of any kind: it shows, above the line that says what to do
             what = f"vLLM did not start with --model {args.model} ({type(error).__name__}, above)"
-            raise UsageError(f"{what}: docs/models.md has what is known to work") from error
+            hint = "docs/models.md has what works; for memory, --gpu-memory-utilization"
+            raise UsageError(f"{what}: {hint}") from error
         self.temperature = 1.0
         self.llm.apply_model(self.scale_logits)
-        (self.has_head,) = {*self.llm.apply_model(lambda model: hasattr(model, "lm_head"))}
+        (self.has_head,) = {*self.llm.apply_model(weights.has_head)}
 
     def scale_logits(self, model: torch.nn.Module) -> None:
         """The engine's model divides its logits by the temperature itself, so that the log-probs

@@ -1,12 +1,12 @@
 """Chat models: a prompt becomes a user's message, as the model's own template writes it."""
 
-from common import ranks, require
+from common import UsageError, ranks, require
 from given.model import find_ends
 
 
 def encode(tokenizer, prompts: list[str]) -> list[list[int]]:
-    """Each prompt as the only message of a user, then what the template writes before an answer
-    (without thinking, where it knows that)."""
+    """Each prompt as the only message of a user, then what the template writes before an answer.
+    Templates that know of thinking are told to leave it out."""
     return [apply(tokenizer, [{"role": "user", "content": prompt}], True) for prompt in prompts]
 
 
@@ -20,29 +20,56 @@ def apply(tokenizer, messages: list[dict], answers_next: bool) -> list[int]:
     )
 
 
-def find_end(tokenizer) -> int:
-    """The id with which the template ends an answer: what a model should learn to write there."""
+def encode_answers(tokenizer, problems: list, prompt_ids: list[list[int]]) -> list[list[int]]:
+    """The solution of each problem and what ends it, as the template writes them behind the prompt;
+    where it writes earlier turns otherwise (without the thinking), the solution alone."""
+    behind, end = find_behind(tokenizer), find_end(tokenizer)
+    found = []
+    for problem, before in zip(problems, prompt_ids, strict=True):
+        turns, answer = [{"role": "user", "content": problem.prompt}], problem.solution.strip()
+        ids = apply(tokenizer, [*turns, {"role": "assistant", "content": answer}], False)
+        after = ids[len(before) : len(ids) - behind]
+        if ids[: len(before)] != before:
+            after = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        found.append([*after, *end])
+    return found
+
+
+def find_behind(tokenizer) -> int:
+    """How many ids the template writes behind an answer."""
     question = {"role": "user", "content": "a"}
     answers = [{"role": "assistant", "content": text} for text in "12"]
     ids, others = (apply(tokenizer, [question, answer], False) for answer in answers)
-    behind: list[int] = []  # the answer, the same in both
-    for one, other in zip(reversed(ids), reversed(others), strict=False):
-        if one != other:
-            break
-        behind.insert(0, one)
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return next((one for one in behind if one in special), tokenizer.eos_token_id)
+    pairs = zip(reversed(ids), reversed(others), strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), 0)
+
+
+def find_end(tokenizer) -> list[int]:
+    """The ids with which the template ends an answer, up to the last mark: what a model should
+    learn to write there. The tokenizer's EOS where the template writes none."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1"}]
+    ids = apply(tokenizer, turns, False)
+    behind = ids[len(ids) - find_behind(tokenizer) :]
+    added = tokenizer.added_tokens_decoder
+    marks = {id for id, token in added.items() if token.special} | {*tokenizer.all_special_ids}
+    last = max((i for i, id in enumerate(behind) if id in marks), default=-1)
+    return behind[: last + 1] or [tokenizer.eos_token_id]
 
 
 def check(args, tokenizer, config) -> None:
     """Raises UsageError where --chat cannot be had; says where it is not used."""
+    template = getattr(tokenizer, "chat_template", None)
     if not args.chat:
-        if getattr(tokenizer, "chat_template", None):
+        if template:
             ranks.say(f"note: {args.model} has a chat template; prompts are plain text (--chat)")
         return
-    has_template = getattr(tokenizer, "chat_template", None)
-    require(has_template, f"--chat: {args.model} has no chat template")
-    end, ends = find_end(tokenizer), {tokenizer.eos_token_id, *find_ends(args.model, config)}
-    what = f"the template of {args.model} ends an answer with {tokenizer.decode([end])!r}"
-    hint = "which is no EOS of its tokenizer or generation_config.json: responses would not end"
-    require(end in ends, f"--chat: {what}, {hint}")
+    require(template, f"--chat: {args.model} has no chat template")
+    try:
+        end = find_end(tokenizer)
+    except Exception as error:  # of jinja, and what a template raises
+        what = f"--chat: the template of {args.model} fails"
+        raise UsageError(f"{what} ({' '.join(str(error).split())[:200]})") from None
+    ends = {tokenizer.eos_token_id, *find_ends(args.model, config)}
+    what = f"the template of {args.model} ends an answer with {tokenizer.decode(end)!r}"
+    hint = "add it to eos_token_id in its generation_config.json, or responses will not end"
+    require(ends & {*end}, f"--chat: {what}, which is no EOS: {hint}")

@@ -3,6 +3,7 @@
 import atexit
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -15,12 +16,14 @@ from common import UsageError, ranks, require
 from common.checkpoints import digest_files
 
 
-def claim(folder: str):
+def claim(folder: str, resume: str):
     """The open file that keeps other processes out of the folder until this one ends. Raises
-    UsageError where one is there, or the folder cannot be written to."""
+    UsageError where one is there, or the folder cannot be written to; where it holds a run that is
+    not to be resumed, or none that could be."""
     what, path = f"--output-dir {folder}", os.path.join(folder, "lock")
     require("://" not in folder, f"{what}: an address, not a folder of this machine")
     try:
+        is_new = not os.path.lexists(folder)
         os.makedirs(folder, exist_ok=True)
         file = open(path, "w")  # noqa: SIM115
     except OSError as error:
@@ -31,8 +34,26 @@ def claim(folder: str):
         is_taken = error.errno in (errno.EACCES, errno.EAGAIN)
         require(not is_taken, f"{what}: another process has a run in it; name another one")
         ranks.say(f"note: {folder} cannot be locked ({error.strerror}): start one run in it")
-    atexit.register(leave, folder)
+    if is_new:
+        atexit.register(leave, folder)
+    has_settings = os.path.exists(os.path.join(folder, "args.json"))
+    has_run = has_settings or glob.glob(f"{glob.escape(folder)}/checkpoints/*")
+    hint = "go on with it (--resume auto) or name another --output-dir"
+    require(resume == "auto" or not has_run, f"{folder} already holds a run: {hint}")
+    what = f"--resume auto: no run to resume in {folder}"
+    require(resume == "no" or has_settings, what)
     return file
+
+
+def check_output(path: str) -> None:
+    """Raises UsageError for a file that could not be written when hours of work are done."""
+    require(not os.path.isdir(path), f"--output {path}: a folder; name a file")
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with open(path + ".tmp", "w"):
+            pass
+    except OSError as error:
+        raise UsageError(f"--output {path}: cannot be written ({error.strerror})") from None
 
 
 def leave(folder: str) -> None:
@@ -66,11 +87,16 @@ def check_shared(folder: str) -> None:
     require(not wrong, f"--output-dir {folder}: its disk has no symbolic links ({wrong}); {hint}")
 
 
-def fingerprint(folder: str, endings: tuple[str, ...]) -> str:
+# Of the files in a folder, not below it, where a run of ours may lie.
+MODEL_FILES = r"[^/]+\.(?:safetensors|bin|json|jinja)"
+DATA_FILES = r"(?:sft|train|validation)\.(?:jsonl|parquet)"
+
+
+def fingerprint(folder: str, wanted: str) -> str:
     """16 hexadecimal digits that tell whether the files in the folder with such names, if it is
     one, are still the same. Raises UsageError where some ranks have no such folder."""
     blind = ranks.gather([] if os.path.isdir(folder) else [socket.gethostname()])
     nowhere = len(blind) == dist.get_world_size()
     require(nowhere or not blind, f"{folder}: no such folder on {', '.join(sorted(set(blind)))}")
-    digests = {} if nowhere else digest_files(folder, endings)
+    digests = {} if nowhere else digest_files(folder, wanted)
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if digests else ""

@@ -20,7 +20,8 @@ def check_launch() -> None:
     else:
         for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
             number = os.environ.get(name, "0")
-            hint = "start one torchrun a node, which starts the ranks (docs/scale.md)"
+            hint = "start one torchrun a node, which starts the ranks (docs/scale.md); for "
+            hint += f"separate runs, unset {name}"
             what = f"{name} is {number}: each of these processes would train alone"
             require(number == "0", f"{what}; {hint}")
 

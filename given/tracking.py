@@ -4,7 +4,7 @@ import importlib.util
 import os
 import uuid
 
-from common import require
+from common import UsageError, require
 from common.checkpoints import read_json, write_json
 
 
@@ -16,7 +16,10 @@ def check() -> None:
 
     is_online = os.environ.get("WANDB_MODE", "online") == "online"
     hint = "`.venv/bin/wandb login`, or WANDB_MODE=offline before the command"
-    has_key = not is_online or wandb.login(prompt=False)
+    try:
+        has_key = not is_online or wandb.login(prompt=False)
+    except Exception as error:  # of any kind: a key that is none, no network, an old version
+        raise UsageError(f"--track: {type(error).__name__} ({error}): {hint}") from None
     require(has_key, f"--track: no key of Weights & Biases here: {hint}")
 
 

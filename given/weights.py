@@ -43,6 +43,11 @@ def named_weights(
     yield from named.items()
 
 
+def has_head(model: torch.nn.Module) -> bool:
+    """Whether a model of vLLM's has a head of its own, perhaps in a part of it."""
+    return any(name.split(".")[-1] == "lm_head" for name, _ in model.named_modules())
+
+
 def as_saved(model: torch.nn.Module, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """A weight under the names that it has in a checkpoint: transformers holds the experts of a
     layer in one tensor, files and vLLM's loaders have one for each."""

@@ -1,11 +1,17 @@
 """Rows from the hub: on the first call `datasets` downloads them to its cache."""
 
-from common import UsageError
+from common import UsageError, require
 from tasks.jsonl import check_row
 
 
 def read_hub(
-    name: str, config: str | None, split: str, fields: tuple[str, ...], what: str, hint: str
+    name: str,
+    config: str | None,
+    split: str,
+    fields: tuple[str, ...],
+    others: tuple[str, ...],
+    what: str,
+    hint: str,
 ) -> list[dict]:
     """Rows as `read_jsonl` gives them. Raises UsageError, which begins with `what` and ends with
     the `hint`, where they cannot be had."""
@@ -15,7 +21,8 @@ def read_hub(
         loaded = load_dataset(name, config, split=split)
     except Exception as error:  # of any kind: of the network, of the hub, of the files
         reason = " ".join(str(error).split())[:200]
-        where = f"{name}, split {split},"
-        raise UsageError(f"{what}: {where} could not be loaded ({reason}): {hint}") from None
+        failure = f"could not be loaded from the hub ({reason})"
+        raise UsageError(f"{what}: {name}, split {split}, {failure}: {hint}") from None
+    require(len(loaded), f"{what}: {name}, split {split}, is empty")
     place = "/".join(part for part in (name, config, split) if part)
-    return [check_row(row, fields, f"{place}:{i}") for i, row in enumerate(loaded, 1)]
+    return [check_row(row, fields, others, f"{place}:{i}") for i, row in enumerate(loaded, 1)]

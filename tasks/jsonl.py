@@ -8,8 +8,9 @@ from common import UsageError, require
 from common.grading import RULES
 
 
-def read_jsonl(path: str, fields: tuple[str, ...]) -> list[dict]:
+def read_jsonl(path: str, fields: tuple[str, ...], others: tuple[str, ...] = ()) -> list[dict]:
     """Objects with at least these non-empty string fields, and their place "file:line" as `where`.
+    The `others` may be missing, null or empty; else they are strings too.
 
     A BOM, CRLF and blank lines are fine; U+2028 in a string ends no line (str.splitlines would).
     """
@@ -27,7 +28,7 @@ def read_jsonl(path: str, fields: tuple[str, ...]) -> list[dict]:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise UsageError(f"{where}: not JSON ({error})") from None
-                rows.append(check_row(row, fields, where))
+                rows.append(check_row(row, fields, others, where))
                 name = row.get("unique_id", row.get("id"))
                 if name not in (None, "") and name == name:  # NaN, as exports have it, is none
                     first = places.setdefault(str(name), where)
@@ -38,24 +39,26 @@ def read_jsonl(path: str, fields: tuple[str, ...]) -> list[dict]:
     return rows
 
 
-def read_parquet(path: str, fields: tuple[str, ...]) -> list[dict]:
+def read_parquet(path: str, fields: tuple[str, ...], others: tuple[str, ...] = ()) -> list[dict]:
     """The same of a Parquet file; a row's place is "file:number"."""
-    from datasets import load_dataset  # seconds
+    import pyarrow
+    from pyarrow import parquet
 
     try:
-        rows = load_dataset("parquet", data_files=path, split="train")
-    except Exception as error:  # of any kind
+        rows = parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowInvalid, OSError) as error:
         raise UsageError(f"{path}: not Parquet ({' '.join(str(error).split())[:200]})") from None
-    return [check_row(row, fields, f"{path}:{number}") for number, row in enumerate(rows, 1)]
+    require(rows, f"{path}: empty")
+    return [check_row(row, fields, others, f"{path}:{i}") for i, row in enumerate(rows, 1)]
 
 
-def check_row(row: object, fields: tuple[str, ...], where: str) -> dict:
+def check_row(row: object, fields: tuple[str, ...], others: tuple[str, ...], where: str) -> dict:
     """The row with `where`, if its fields are what they must be."""
     require(
         isinstance(row, dict), f"{where}: a line must hold an object, found {type(row).__name__}"
     )
-    # what is there though it need not be: an answer of MATH, a solution of your own problems
-    for field in (*fields, *({"answer", "solution"} & row.keys() - {*fields})):
+    given = [field for field in others if row.get(field) not in (None, "")]
+    for field in (*fields, *given):
         value = row.get(field)
         require(
             isinstance(value, str) and value.strip(),

@@ -9,7 +9,7 @@ import re
 from common import ranks, require
 from mathequal.boxes import extract_boxed
 from tasks.hub import read_hub
-from tasks.jsonl import check_answer, read_jsonl
+from tasks.jsonl import check_answer, check_row, read_jsonl
 
 PROMPT = "[MATH_TASK] Problem:\n{problem}\n\nSolution:"  # as the official configs write it
 SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra")
@@ -38,6 +38,9 @@ def load_mathematics(task: str, file: str, data_dir: str) -> tuple[dict[str, lis
     rows = read_jsonl(where, FIELDS[task]) if data_dir else read_parts(task, file)
     with open(os.path.join(os.path.dirname(__file__), "splits.json")) as stream:
         known = json.load(stream)[task]
+    for row in rows if task == "math" else ():
+        if "answer" in row:  # where it is known
+            check_row(row, ("answer",), (), row["where"])
     found = sorted(
         (fingerprint(row[FIELDS[task][0]]), *parse(task, row), row["where"]) for row in rows
     )
@@ -92,7 +95,7 @@ def parse(task: str, row: dict) -> tuple[str, str, str]:
 
 
 def read_parts(task: str, file: str) -> list[dict]:
-    what, hint = f"--task {task}", "or name a folder with train.jsonl and test.jsonl: --data-dir"
-    hint = f"run this once where there is a network, {hint}"
-    parts = [read_hub(*part, FIELDS[task], what, hint) for part in HUB[task, file]]
+    hint = "run this once where there is a network, or give a folder with train.jsonl and "
+    options = FIELDS[task], (), f"--task {task}", f"{hint}test.jsonl (--data-dir)"
+    parts = [read_hub(*part, *options) for part in HUB[task, file]]
     return [row for part in parts for row in part]

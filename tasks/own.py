@@ -21,11 +21,13 @@ def load_own(
     prompt, answer, solution = fields
     # One split serves sft.py and the RL scripts: "sft" where there is one, else "train".
     name = "train" if split == "sft" and not has_split(source, "sft") else split
-    rows, found = read_split(source, name, (prompt, answer)), []
-    for row in rows:
-        row_answer = find_answer(grading_rule, row[answer])
-        check_answer(grading_rule, row_answer, row["where"])
-        found.append((row[prompt], row_answer, row.get(solution)))
+    rows = read_split(source, name, (prompt, answer), (solution,))
+    answers = find_answers(grading_rule, [row[answer] for row in rows])
+    for row, one in zip(rows, answers, strict=True):
+        what = f"{row['where']}: no box in {row[answer]!r:.60}, as other rows have: take it out"
+        require(one, what)
+        check_answer(grading_rule, one, row["where"])
+    found = [(r[prompt], one, r.get(solution)) for r, one in zip(rows, answers, strict=True)]
     places = {tuple(row[prompt].split()): row["where"] for row in rows}
     for other in sorted({*SPLITS} - ({"sft", "train"} if name in ("sft", "train") else {name})):
         for row in read_split(source, other, (prompt,)) if has_split(source, other) else ():
@@ -38,11 +40,13 @@ def load_own(
     return found
 
 
-def find_answer(rule: str, text: str) -> str:
-    """What is compared: behind the last "####" or in the last box, where a data set gives the whole
-    solution as the answer; else the text."""
-    marked = text.rpartition("####")[2].strip() if rule == "####" else extract_boxed(text)
-    return marked or text
+def find_answers(rule: str, texts: list[str]) -> list[str]:
+    """What is compared: behind the last "####" or in the last box, where a data set gives whole
+    solutions as answers; else the texts. "" for one without a box where others have one."""
+    if rule == "####":
+        return [text.rpartition("####")[2].strip() or text for text in texts]
+    boxes = [extract_boxed(text) or "" for text in texts]
+    return boxes if any(boxes) else texts
 
 
 def has_split(source: str, split: str) -> bool:
@@ -54,12 +58,18 @@ def has_split(source: str, split: str) -> bool:
 KINDS = {"jsonl": read_jsonl, "parquet": read_parquet}
 
 
-def read_split(source: str, split: str, fields: tuple[str, ...]) -> list[dict]:
+def read_split(
+    source: str, split: str, fields: tuple[str, ...], others: tuple[str, ...] = ()
+) -> list[dict]:
     if source.startswith("hub:"):
-        return read_hub(*find_name(source), split, fields, f"--data-dir {source}", HINT)
+        known, skip = ", ".join(list_splits(source)), " (--eval-every 0 does without)"
+        hint = skip if split == "validation" else ""
+        what = f"--data-dir {source}"
+        require(has_split(source, split), f"{what}: no split {split!r}, it has {known}{hint}")
+        return read_hub(*find_name(source), split, fields, others, what, HINT)
     paths = {kind: os.path.join(source, f"{split}.{kind}") for kind in KINDS}
     kind = next((kind for kind, path in paths.items() if os.path.exists(path)), "jsonl")
-    return KINDS[kind](paths[kind], fields)
+    return KINDS[kind](paths[kind], fields, others)
 
 
 HINT = "run this once where there is a network; hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG"

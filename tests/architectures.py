@@ -153,7 +153,8 @@ def in_a_fork(function, log: str) -> str:
         os._exit(status)
     _, status = os.waitpid(child, 0)
     with open(log, errors="replace") as file:
-        return "" if status == 0 else file.read().strip().splitlines()[-1]
+        said = file.read().strip().splitlines() or ["no word"]
+    return "" if status == 0 else said[-1]
 
 
 def train_first(model: str, data_dir: str, folder: str) -> None:
@@ -245,8 +246,9 @@ def try_in(folder: str, model_type: str, short: bool) -> Result:
             whole = file.read()
         shutil.rmtree(f"{run}/checkpoints/iteration_000002")
         error = in_a_fork(lambda: train(f"{folder}/sft/hf", data_dir, run, "auto"), log)
-        with open(weights, "rb") as file:
-            resumed = file.read() == whole
+        if not error:
+            with open(weights, "rb") as file:
+                resumed = file.read() == whole
     gap = max(line["policy/sampler_gap"] for line in lines)
     reward = lines[0]["rollout/reward"]
     grad_norm = lines[0]["policy/grad_norm"]
@@ -274,6 +276,9 @@ def describe(result: Result) -> str:
 def main() -> None:
     short = "--short" in sys.argv
     names = [name for name in sys.argv[1:] if name != "--short"]
+    import sft  # noqa: F401
+    import vineppo  # noqa: F401  (all of the code as it is now)
+
     for module in ("deepspeed", "vllm", "vllm.v1.worker.cpu_worker", "torch.utils.tensorboard"):
         __import__(module)
     torch.set_num_threads(1)

@@ -66,7 +66,7 @@ def test_one_process_of_slurm_or_mpi_is_no_error():
 
 def test_a_folder_belongs_to_one_process_while_it_lives(tmp_path):
     path = tmp_path / "a [b] c"
-    code = "import sys; from given import folder; file = folder.claim(sys.argv[1])\n"
+    code = "import sys; from given import folder; file = folder.claim(sys.argv[1], 'no')\n"
     code += "print('mine', flush=True); input()"
     other = subprocess.Popen(
         [sys.executable, "-c", code, str(path)],
@@ -116,6 +116,9 @@ def test_other_weights_or_problems_are_not_those_of_the_run(tmp_path):
     assert first.settings["dtype"] == "float32"  # "auto" is another one on a GPU
     (tmp_path / "run/args.json").write_text(json.dumps(first.settings))
     (tmp_path / "model/README.md").write_text("no weights")
+    (tmp_path / "data/run").mkdir()  # another run below it, and problems for evaluate.py
+    (tmp_path / "data/run/metrics.jsonl").write_text("{}")
+    (tmp_path / "data/test.jsonl").write_text("{}")
     run.Run("vineppo.py", args)
     weights_file.write_bytes(b"others")
     with pytest.raises(UsageError, match="other settings: model_files was '"):
@@ -272,7 +275,7 @@ TEMPLATE = (
 )
 
 
-def make_chat_tokenizer(*special: str):
+def make_chat_tokenizer():
     tokenizer = chain.make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>", "<u>", "<a>", "<t>"]})
     tokenizer.chat_template = TEMPLATE
@@ -284,7 +287,7 @@ def test_a_prompt_is_a_message_and_the_template_s_end_is_learnt():
     problem = data.Problem("2+3=?", "5", "\n2+3=5\n#### 5\n")
     (prompt,) = data.encode([problem], tokenizer, as_chat=True)
     assert tokenizer.decode(prompt) == "<u>2+3=?<end>\n<a><t>"
-    assert chat.find_end(tokenizer) == tokenizer.convert_tokens_to_ids("<end>")
+    assert tokenizer.decode(chat.find_end(tokenizer)) == "<end>"
     ((same, solution),) = sft.encode_solutions([problem], tokenizer, 99, as_chat=True)
     assert same == prompt and tokenizer.decode(solution) == "2+3=5\n#### 5<end>"
     _, prompts = data.fit(vineppo.Args(chat=True), [problem], tokenizer)
@@ -292,12 +295,34 @@ def test_a_prompt_is_a_message_and_the_template_s_end_is_learnt():
     assert data.fit(vineppo.Args(), [problem], tokenizer)[1] == [tokenizer("2+3=?")["input_ids"]]
 
 
+def test_an_answer_is_what_the_template_writes_behind_its_prompt():
+    """Two marks behind it are both learnt; a template that leaves out what came before the answer
+    in earlier turns gives the solution alone."""
+    tokenizer = make_chat_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("<end>", "<t><end>").replace(
+        "<t>{% endif", "{% endif"
+    )
+    problem = data.Problem("2+3=?", "5", "5")
+    ((prompt, solution),) = sft.encode_solutions([problem], tokenizer, 99, as_chat=True)
+    assert tokenizer.decode(prompt) == "<u>2+3=?<t><end>\n<a>"
+    assert tokenizer.decode(solution) == "5<t><end>"
+    whole = [{"role": "user", "content": "2+3=?"}, {"role": "assistant", "content": "5"}]
+    assert chat.apply(tokenizer, whole, False)[: len(prompt + solution)] == prompt + solution
+
+
+def test_a_template_that_fails_is_one_line(tmp_path):
+    tokenizer = make_chat_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no assistant here') }}"
+    with pytest.raises(UsageError, match=r"the template of m fails \(no assistant here\)"):
+        chat.check(vineppo.Args(model="m", chat=True), tokenizer, None)
+
+
 def test_a_template_that_ends_with_the_tokenizer_s_eos():
     tokenizer = make_chat_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("<end>", "<eos>")
-    assert chat.find_end(tokenizer) == tokenizer.eos_token_id
+    assert chat.find_end(tokenizer) == [tokenizer.eos_token_id]
     tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
-    assert chat.find_end(tokenizer) == tokenizer.eos_token_id
+    assert chat.find_end(tokenizer) == [tokenizer.eos_token_id]
 
 
 def test_an_eos_that_the_tokenizer_appends_is_left_out():
@@ -318,11 +343,11 @@ def test_an_eos_that_the_tokenizer_appends_is_left_out():
 def test_what_the_tokenizer_does_not_know(capsys):
     tokenizer = chain.make_tokenizer()
     data.encode([data.Problem("2+3=?", "5", None), data.Problem("日本?", "5", None)], tokenizer)
-    said = "note: 1 of 2 prompts have characters that the tokenizer changes, as that of '日本?'"
+    said = "note: 1 of 2 prompts have characters that decoding does not give back: '日本?'"
     assert said in capsys.readouterr().out
 
     class Deaf:
-        eos_token_id, bos_token_id, bos_token, unk_token_id = 1, None, None, None
+        eos_token_id, bos_token_id, eos_token, bos_token = 1, None, "<eos>", None
 
         def __call__(self, texts, **_):
             return {"input_ids": [[] for _ in texts] if isinstance(texts, list) else []}
@@ -333,7 +358,7 @@ def test_what_the_tokenizer_does_not_know(capsys):
 
 def test_a_solution_that_ends_in_its_middle_is_refused():
     problem = data.Problem("2+3=?\n", "5", "2+3=5<eos>\n#### 5")
-    with pytest.raises(UsageError, match=r"the solution '2\+3=5<eos>.* spells an EOS"):
+    with pytest.raises(UsageError, match=r"the solution '2\+3=5<eos>.* spells the EOS token"):
         sft.encode_solutions([problem], chain.make_tokenizer(), 99)
 
 
@@ -377,12 +402,13 @@ def test_folders_of_one_name_are_two_runs_and_a_resumed_one_is_one(tmp_path, mon
 def test_tracking_without_a_key_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: True)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    for has_key in (False, True):
-        monkeypatch.setitem(sys.modules, "wandb", Wandb(has_key))
-        if has_key:
-            tracking.check()
-            continue
-        with pytest.raises(UsageError, match="no key of Weights & Biases here"):
-            tracking.check()
-        monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setitem(sys.modules, "wandb", Wandb(True))
+    tracking.check()
+    monkeypatch.setitem(sys.modules, "wandb", Wandb(False))
+    with pytest.raises(UsageError, match="no key of Weights & Biases here"):
         tracking.check()
+    monkeypatch.setitem(sys.modules, "wandb", object())  # an old one, say
+    with pytest.raises(UsageError, match="--track: AttributeError"):
+        tracking.check()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracking.check()
