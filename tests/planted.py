@@ -808,8 +808,8 @@ PLANTED = [
     Planted(
         "sft.py",
         "EOS is no target of SFT: the model never learns to stop",
-        "pairs.append((prompt, [*solution, end]))",
-        "pairs.append((prompt, solution))",
+        "solutions.append([*solution, tokenizer.eos_token_id])",
+        "solutions.append(solution)",
     ),
     Planted(
         "sft.py",
@@ -983,8 +983,8 @@ PLANTED = [
     Planted(
         "common/engines.py",
         "the limit of positions is not checked for models other than GPT-2's family: sft.py trains past it",
-        'longest = getattr(config, "max_position_embeddings", args.max_model_len)',
-        'longest = getattr(config, "n_positions", args.max_model_len)',
+        'longest = getattr(text_config, "max_position_embeddings", args.max_model_len)',
+        'longest = getattr(text_config, "n_positions", args.max_model_len)',
     ),
     Planted(
         "common/engines.py",
@@ -1157,8 +1157,8 @@ PLANTED = [
     Planted(
         "sft.py",
         "solutions are encoded alone",
-        "        elif ids[: len(prompt)] != prompt:\n",
-        "        else:\n",
+        "        if ids[: len(prompt)] != prompt:\n",
+        "        if True:\n",
     ),
     Planted(
         "common/data.py",
@@ -1439,8 +1439,8 @@ PLANTED = [
     Planted(
         "given/chat.py",
         "in a chat the tokenizer's EOS is learnt, not the template's",
-        "next((one for one in behind if one in special), tokenizer.eos_token_id)",
-        "tokenizer.eos_token_id",
+        "behind[: last + 1] or [tokenizer.eos_token_id]",
+        "[tokenizer.eos_token_id]",
     ),
     Planted(
         "given/folder.py",
@@ -1451,8 +1451,8 @@ PLANTED = [
     Planted(
         "given/folder.py",
         "other weights under --model are not noticed in a resume",
-        "digests = digest_files(folder, endings) if",
-        "digests = {name: 0 for name in digest_files(folder, endings)} if",
+        "else digest_files(folder, wanted)",
+        "else dict.fromkeys(digest_files(folder, wanted))",
     ),
     Planted(
         "given/model.py",
@@ -1469,7 +1469,7 @@ PLANTED = [
     Planted(
         "given/model.py",
         "settings that could not be saved are found after training",
-        "    check_generation(model)\n",
+        "    check_generation(model, config)\n",
         "",
     ),
     Planted(
@@ -1487,8 +1487,8 @@ PLANTED = [
     Planted(
         "tasks/own.py",
         "an answer that is a whole solution is compared as a whole",
-        "return marked or text",
-        "return text",
+        "boxes if any(boxes) else texts",
+        "texts",
     ),
     Planted(
         "common/run.py",

@@ -442,7 +442,7 @@ def test_without_a_network(tmp_path):
         assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
         assert result.stderr.startswith(f"error: --task {task}: ")
         assert "could not be loaded from the hub" in result.stderr
-        assert "run this once where there is a network, or name a folder with" in result.stderr
+        assert "run this once where there is a network, or give a folder with" in result.stderr
 
 
 # ---- prompts -------------------------------------------------------------------------------------
