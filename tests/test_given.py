@@ -53,6 +53,15 @@ def test_ranks_that_torchrun_has_not_started(variables, message):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_one_process_chooses_no_port():
+    """One that is chosen first and bound later may be another process's by then."""
+    code = "import os; from common import ranks; ranks.set_up(); import torch.distributed as dist\n"
+    code += "store = dist.distributed_c10d._get_default_store()\n"
+    code += "print('MASTER_PORT' in os.environ, 'TCP' in str(store.underlying_store))"
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=quiet_environment())
+    assert said.decode() == "False False\n"
+
+
 def test_one_process_of_slurm_or_mpi_is_no_error():
     code = "from common import ranks; print(ranks.set_up()[:2])"
     alone = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "PMI_RANK": "0"}

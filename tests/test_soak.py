@@ -29,6 +29,7 @@ from tests.conftest import (
     quiet_environment,
     read_jsonl,
     start_run,
+    timeless,
 )
 from tests.test_replays import SCRIPTS, check_same
 from tests.test_runs import BASELINES, FAST, HANG, check_same_run, end_at
@@ -333,6 +334,21 @@ def test_sampler_and_trainer_agree_in_bfloat16():
 def test_two_ranks_hold_one_sampler():
     """Tensor parallel: every rank has prompts of its own, and the engine's parts follow a sync."""
     check_parity("--no-tied", "--zero-stage", "2", "--tensor-parallel-size", "2")
+
+
+def test_fewer_responses_than_ranks_in_a_folder_with_a_strange_name(tmp_path, sft_model):
+    """One rank has nothing to sample and nothing to train on."""
+    sizes = ["--num-prompts", "1", "--group-size", "1", "--minibatch-size", "1", "--k", "2"]
+    run = tmp_path / "lr=1e-6, [k] 2"
+    options = ["--model", sft_model, "--eval-every", "0", "--save-every", "1"]
+    call("vineppo.py", *sizes, *options, "--num-iterations", "2", "--output-dir", str(run), ranks=2)
+    lines = timeless(run / "metrics.jsonl")
+    assert [line["policy/sampler_gap"] < 1e-4 for line in lines] == [True, True]
+    (run / "finished").unlink()
+    shutil.rmtree(run / "checkpoints/iteration_000002")
+    options += ["--resume", "auto", "--num-iterations", "2", "--output-dir", str(run)]
+    call("vineppo.py", *sizes, *options, ranks=2)
+    assert timeless(run / "metrics.jsonl") == lines
 
 
 @pytest.fixture(scope="module")
