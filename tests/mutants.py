@@ -86,7 +86,7 @@ LAST = [
     REPLAYS,
     RUNNING,
     ERRORS,
-    "tests/test_soak.py -k 'one_rank or initial_weights'",
+    "tests/test_soak.py -k 'one_rank or initial_weights or hold_one_sampler'",
 ]
 EVERYTHING = [*FUNCTIONS, STEPS, DATA, GRADING, *EQUAL, *(f"second {name}" for name in RUNS), *LAST]
 EVERYTHING += [f"tests/test_{name}.py" for name in ("fuzz", "values", "analysis", "plan", "fork")]

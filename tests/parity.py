@@ -34,6 +34,7 @@ def main(
     """`padding`: rows of the embeddings beyond the tokenizer's tokens. `model`: a real checkpoint
     instead of a small random Llama."""
     rank, _, device = ranks.set_up()
+    assert ranks.from_main(dist.get_rank) == 0
     from transformers import AutoModelForCausalLM
 
     if not model:
