@@ -29,6 +29,7 @@ def one_process():
 # ---- the machine ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -53,6 +54,7 @@ def test_ranks_that_torchrun_has_not_started(variables, message):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_one_process_chooses_no_port():
     """One that is chosen first and bound later may be another process's by then."""
     code = "import os; from common import ranks; ranks.set_up(); import torch.distributed as dist\n"
@@ -62,6 +64,7 @@ def test_one_process_chooses_no_port():
     assert said.decode() == "False False\n"
 
 
+@pytest.mark.slow
 def test_one_process_of_slurm_or_mpi_is_no_error():
     code = "from common import ranks; print(ranks.set_up()[:2])"
     alone = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "PMI_RANK": "0"}
@@ -94,6 +97,7 @@ def test_a_folder_belongs_to_one_process_while_it_lives(tmp_path):
     assert run.Run("vineppo.py", vineppo.Args(output_dir=str(path))).lock
 
 
+@pytest.mark.slow
 def test_a_start_that_was_refused_leaves_no_folder(tmp_path):
     words = ["vineppo.py", "--data-dir", "nowhere", "--output-dir", str(tmp_path / "new")]
     done = subprocess.run(command(*words), cwd=ROOT, env=quiet_environment(), capture_output=True)
