@@ -21,7 +21,7 @@ quick: .venv/installed
 	$(PYTEST) -m "not soak and not slow"
 
 test: quick
-	$(PYTEST) -m "slow and not soak" tests/test_runs.py tests/test_second.py tests
+	$(PYTEST) -m "slow and not soak" tests/test_runs.py tests/test_second.py tests/test_replays.py tests
 
 soak: .venv/installed
 	FUZZ_TIMES=40 .venv/bin/python -m pytest -q tests/test_fuzz.py
