@@ -58,35 +58,35 @@ def encode_solutions(
     problems: list[data.Problem], tokenizer, max_len: int, as_chat: bool = False
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, solution ids with EOS) of the problems that have at most `max_len` tokens.
-
-    A solution is encoded behind its prompt, as sampling writes it: some tokenizers put a space mark
-    before a text that stands alone. Only where its first characters would join the last token of
-    the prompt, which sampling has already, or as an answer in a chat, it is encoded alone. Raises
-    UsageError when nothing is left.
-    """
+    Raises UsageError when nothing is left."""
     for problem in problems:
         flags.require(problem.solution, f'no "solution" to learn from for {problem.prompt!r:.60}')
         has_eos = tokenizer.eos_token in problem.solution
         flags.require(not has_eos, f"the solution {problem.solution!r:.60} spells the EOS token")
-    prompts, solutions = data.encode(problems, tokenizer, as_chat), []
-    texts = [problem.prompt + problem.solution for problem in problems]
-    for problem, text, prompt, ids in zip(
-        problems, texts, prompts, data.to_ids(tokenizer, texts), strict=True
-    ):
+    prompts = data.encode(problems, tokenizer, as_chat)
+    encode = chat.encode_answers if as_chat else encode_behind
+    pairs = list(zip(prompts, encode(tokenizer, problems, prompts), strict=True))
+    kept = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= max_len]
+    what = f"all {len(pairs)} problems have more than --max-model-len {max_len} tokens"
+    flags.require(kept or not pairs, what)
+    data.say_dropped(len(pairs), len(kept))
+    return kept
+
+
+def encode_behind(tokenizer, problems: list, prompts: list[list[int]]) -> list[list[int]]:
+    """Each solution behind its prompt, as sampling writes it: some tokenizers put a space mark
+    before a text that stands alone. Only where its first characters would join the last token of
+    the prompt, which sampling has already, it is encoded alone."""
+    texts, solutions = [problem.prompt + problem.solution for problem in problems], []
+    encoded = data.to_ids(tokenizer, texts)
+    for problem, text, prompt, ids in zip(problems, texts, prompts, encoded, strict=True):
         solution = ids[len(prompt) :]
         if ids[: len(prompt)] != prompt:
             solution = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
             if tokenizer.decode(prompt + solution[1:], skip_special_tokens=True) == text:
                 solution = solution[1:]  # without the space mark
         solutions.append([*solution, tokenizer.eos_token_id])
-    if as_chat:
-        solutions = chat.encode_answers(tokenizer, problems, prompts)
-    pairs = list(zip(prompts, solutions, strict=True))
-    kept = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= max_len]
-    what = f"all {len(pairs)} problems have more than --max-model-len {max_len} tokens"
-    flags.require(kept or not pairs, what)
-    data.say_dropped(len(pairs), len(kept))
-    return kept
+    return solutions
 
 
 # ==== 4. log-probs, schedule ======================================================================

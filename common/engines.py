@@ -19,7 +19,8 @@ def dtype_of(args) -> str:
 
 
 def load_tokenizer(args):
-    """The tokenizer of --model. Raises UsageError for a model that cannot be used as is said."""
+    """The tokenizer of --model. Raises UsageError for a model that cannot be used, or is too short
+    for --max-model-len tokens, and for a chat without a template."""
     config, tokenizer = given.load(args.model, args.trust_remote_code)
     text_config = config.get_text_config()
     longest = getattr(text_config, "max_position_embeddings", args.max_model_len)
@@ -41,15 +42,15 @@ def load_model(args, tokenizer, folder: str = "") -> torch.nn.Module:
     probability. Raises UsageError where weights are missing, or log-probs would be wrong."""
     from transformers import AutoModelForCausalLM
 
-    trust = args.trust_remote_code
+    path, trust = folder or args.model, args.trust_remote_code
     model, report = AutoModelForCausalLM.from_pretrained(
-        folder or args.model,
+        path,
         dtype=dtype_of(args),
         trust_remote_code=trust,
         use_safetensors=None if trust else True,
         output_loading_info=True,
     )
-    given.check_weights(args.model, report)
+    given.check_weights(path, report)
     num_tokens = count_tokens(tokenizer)
     if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # Gemma 2: SDPA would leave that out, in silence

@@ -49,7 +49,7 @@ class Run:
             if args.track:
                 tracking.check()
             self.lock = folder.claim(self.folder, args.resume)  # while this process lives
-        # others may lie there when the run is resumed
+        # when the run is resumed, other weights or problems may lie there
         self.settings["model_files"] = folder.fingerprint(args.model, folder.MODEL_FILES)
         self.settings["data_files"] = folder.fingerprint(args.data_dir, folder.DATA_FILES)
         self.checkpoints = Checkpoints(self.folder, self.settings, args.keep_checkpoints)

@@ -1,1 +1,1 @@
-"""What is given to a run (machine, folder, model): checked, or evened out, before it begins."""
+"""What a run is given, a machine, a folder, a model: is it usable, and what is special about it?"""

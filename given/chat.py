@@ -23,7 +23,7 @@ def apply(tokenizer, messages: list[dict], answers_next: bool) -> list[int]:
 def encode_answers(tokenizer, problems: list, prompt_ids: list[list[int]]) -> list[list[int]]:
     """The solution of each problem and what ends it, as the template writes them behind the prompt;
     where it writes earlier turns otherwise (without the thinking), the solution alone."""
-    behind, end = find_behind(tokenizer), find_end(tokenizer)
+    behind, end = len(find_behind(tokenizer)), find_end(tokenizer)
     found = []
     for problem, before in zip(problems, prompt_ids, strict=True):
         turns, answer = [{"role": "user", "content": problem.prompt}], problem.solution.strip()
@@ -35,29 +35,27 @@ def encode_answers(tokenizer, problems: list, prompt_ids: list[list[int]]) -> li
     return found
 
 
-def find_behind(tokenizer) -> int:
-    """How many ids the template writes behind an answer."""
+def find_behind(tokenizer) -> list[int]:
+    """The ids that the template writes behind an answer, whatever that says."""
     question = {"role": "user", "content": "a"}
     answers = [{"role": "assistant", "content": text} for text in "12"]
     ids, others = (apply(tokenizer, [question, answer], False) for answer in answers)
     pairs = zip(reversed(ids), reversed(others), strict=False)
-    return next((i for i, (one, other) in enumerate(pairs) if one != other), 0)
+    number = next((i for i, (one, other) in enumerate(pairs) if one != other), 0)
+    return ids[len(ids) - number :]
 
 
 def find_end(tokenizer) -> list[int]:
     """The ids with which the template ends an answer, up to the last mark: what a model should
     learn to write there. The tokenizer's EOS where the template writes none."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1"}]
-    ids = apply(tokenizer, turns, False)
-    behind = ids[len(ids) - find_behind(tokenizer) :]
-    added = tokenizer.added_tokens_decoder
+    behind, added = find_behind(tokenizer), tokenizer.added_tokens_decoder
     marks = {id for id, token in added.items() if token.special} | {*tokenizer.all_special_ids}
     last = max((i for i, id in enumerate(behind) if id in marks), default=-1)
     return behind[: last + 1] or [tokenizer.eos_token_id]
 
 
 def check(args, tokenizer, config) -> None:
-    """Raises UsageError where --chat cannot be had; says where it is not used."""
+    """Raises UsageError where --chat cannot work; without it, says that a template is not used."""
     template = getattr(tokenizer, "chat_template", None)
     if not args.chat:
         if template:

@@ -50,8 +50,8 @@ def check_output(path: str) -> None:
     require(not os.path.isdir(path), f"--output {path}: a folder; name a file")
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with open(path + ".tmp", "w"):
-            pass
+        open(path + ".tmp", "w").close()
+        os.remove(path + ".tmp")
     except OSError as error:
         raise UsageError(f"--output {path}: cannot be written ({error.strerror})") from None
 

@@ -26,13 +26,12 @@ def load(model: str, trust: bool):
     is_hub_name = model.count("/") == 1 and not model.startswith((".", "/", "~", "runs/"))
     hint = "; `python sft.py` makes it" if model == "runs/sft/hf" else ""
     require(os.path.isdir(model) or is_hub_name, f"{where}: no such folder{hint}")
-    folder = glob.escape(model)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
         # mistral_format: Mistral's newer files have a tokenizer of another library beside this one
         options = {"trust_remote_code": trust, "mistral_format": False}
         tokenizer = AutoTokenizer.from_pretrained(model, **options)
-        for weights in glob.glob(f"{folder}/*.safetensors"):
+        for weights in glob.glob(f"{model}/*.safetensors"):
             safe_open(weights, "pt")  # reads the header: a file that was cut off fails here
         names = ("model.safetensors.index.json", "model.safetensors")  # of the hub: downloads one
         missing = {"_raise_exceptions_for_missing_entries": False}
@@ -52,7 +51,7 @@ def load(model: str, trust: bool):
     what = f"its tokenizer's EOS or BOS is token {added}, its embeddings have {rows} rows"
     require(added < rows, f"{where}: {what}: resize_token_embeddings, then save it")
     if not has_safetensors:
-        has_pickles = is_hub_name or glob.glob(f"{folder}/*.bin")
+        has_pickles = is_hub_name or glob.glob(f"{model}/*.bin")
         require(has_pickles, f"{where}: not a checkpoint (no model.safetensors in it)")
         what = "has no model.safetensors, only pickles, which can run code"
         require(trust, f"{where}: {what}; where you trust them: --trust-remote-code")

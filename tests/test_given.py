@@ -17,7 +17,7 @@ from common import RunError, UsageError, data, engines, ranks, run, sampling
 from common.checkpoints import Checkpoints
 from given import chat, folder, model, tracking, weights
 from tasks import chain
-from tests.architectures import FEW, check, make_model
+from tests.architectures import ARCHITECTURES, FEW, Result, check, describe, make_model
 from tests.conftest import ROOT, command, quiet_environment
 
 
@@ -260,8 +260,6 @@ def test_all_architectures_and_a_resume():
 
 
 def try_architectures(*words):
-    from tests.architectures import ARCHITECTURES, Result, describe
-
     names = [word for word in words if word != "--short"] or list(ARCHITECTURES)
     done = subprocess.run(
         [sys.executable, "-m", "tests.architectures", *names, *words[-1:]],
