@@ -132,6 +132,8 @@ def test_other_weights_or_problems_are_not_those_of_the_run(tmp_path):
     (tmp_path / "data/run").mkdir()  # another run below it, and problems for evaluate.py
     (tmp_path / "data/run/metrics.jsonl").write_text("{}")
     (tmp_path / "data/test.jsonl").write_text("{}")
+    (tmp_path / "model/run/hf").mkdir(parents=True)
+    (tmp_path / "model/run/hf/model.safetensors").write_bytes(b"a checkpoint of it")
     run.Run("vineppo.py", args)
     weights_file.write_bytes(b"others")
     with pytest.raises(UsageError, match="other settings: model_files was '"):
