@@ -58,7 +58,9 @@ def main(
     args = replace(args, tensor_parallel_size=tensor_parallel_size, zero_stage=zero_stage)
     tokenizer = engines.load_tokenizer(args)
     sampler = sampling.Sampler(args, tokenizer)
-    engine = engines.initialize(engines.load_model(args, tokenizer), args)
+    # as from_config gives it to sft.py: its dropout must not be on in the update
+    engine = engines.initialize(engines.load_model(args, tokenizer).train(), args)
+    assert not any(module.training for module in engine.module.modules())
     generator = torch.Generator().manual_seed(0)
     some_prompts = torch.randint(2, len(tokenizer), (8, 300), generator=generator).tolist()
 

@@ -116,6 +116,7 @@ CASES = [
     ("no prompts", ["--num-prompts", "0"], "--num-prompts 0: must be at least 1"),
     ("no iterations", ["--num-iterations", "0"], "--num-iterations 0: must be at least 1"),
     ("a learning rate of 0", ["--learning-rate", "0"], "--learning-rate 0.0: must be above 0 and finite"),
+    ("a clip of 0", ["--clip-coef", "0"], "--clip-coef 0.0: must be above 0 and finite"),
     ("a temperature of 0", ["--eval-temperature", "0"], "--eval-temperature 0.0: must be above 0 and at most 2"),
     ("a top-p above 1", ["--top-p", "2"], "--top-p 2.0: must be above 0 and at most 1"),
     ("a warm-up above 1", ["--warmup-fraction", "3"], "--warmup-fraction 3.0: must be between 0 and 1"),
