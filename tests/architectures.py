@@ -96,12 +96,12 @@ class Result(NamedTuple):
     error: str
 
 
-def make_data(folder: str) -> None:
+def make_data(folder: str, size: int) -> None:
     """Problems whose answers nobody can know: a model that has learnt how to answer is right in
     half of its samples."""
     draw = random.Random(0)
     os.makedirs(folder)
-    for split, first, number in (("train", 0, 4800), ("validation", 4800, 20)):
+    for split, first, number in (("train", 0, size), ("validation", size, 20)):
         with open(f"{folder}/{split}.jsonl", "w") as file:
             for i in range(first, first + number):
                 answer = draw.randint(1, 2)
@@ -227,7 +227,7 @@ def try_one(model_type: str, short: bool) -> Result:
 
 def try_in(folder: str, model_type: str, short: bool) -> Result:
     data_dir, log = f"{folder}/data", f"{folder}/log"
-    make_data(data_dir)
+    make_data(data_dir, 2400 if short else 4800)
     name, nothing = make_model(model_type, f"{folder}/model"), math.nan
     error = in_a_fork(lambda: train_first(f"{folder}/model", data_dir, f"{folder}/sft"), log)
     if error:
