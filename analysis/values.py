@@ -135,6 +135,17 @@ def z_scores(states: list[dict], truth: int) -> list[float]:
 # ---- sampling ------------------------------------------------------------------------------------
 
 
+def load_critic(args, tokenizer, model: str, critic: str) -> torch.nn.Module:
+    """The critic whose weights are in the file `critic`, as section 5b of ppo.py makes it."""
+    import safetensors.torch
+
+    made = engines.load_model(args, tokenizer, model)
+    hidden_size = made.get_output_embeddings().in_features
+    made.set_output_embeddings(torch.nn.Linear(hidden_size, 1, dtype=made.dtype))
+    made.load_state_dict(safetensors.torch.load_file(critic))
+    return made
+
+
 class Prober:
     """What is asked of one checkpoint: rollouts from prefixes, and its critic's values."""
 
@@ -144,20 +155,13 @@ class Prober:
 
     def use(self, model: str, critic: str = "") -> torch.nn.Module:
         """Go on with another checkpoint; `critic`: the file of one, by default that beside it."""
-        import safetensors.torch
-
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = engines.load_model(self.args, self.tokenizer, model)
         self.sampler.wake(policy)
         critic = critic or os.path.join(os.path.dirname(model), "critic_hf/model.safetensors")
         self.critic = None
-        if os.path.exists(critic):  # as section 5b of ppo.py makes it
-            self.critic = engines.load_model(self.args, self.tokenizer, model)
-            hidden_size = self.critic.get_output_embeddings().in_features
-            head = torch.nn.Linear(hidden_size, 1, dtype=self.critic.dtype)
-            self.critic.set_output_embeddings(head)
-            self.critic.load_state_dict(safetensors.torch.load_file(critic))
-            self.critic.to(device)
+        if os.path.exists(critic):
+            self.critic = load_critic(self.args, self.tokenizer, model, critic).to(device)
         return policy.to(device)
 
     def roll_out(

@@ -88,9 +88,8 @@ def run_trl(args: Args, options: dict, python: str) -> dict[str, list[float]]:
 
     problems = data.load_problems(args.task, "train", args.data_dir)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    problems, _ = data.encode_prompts(
-        problems, tokenizer, args.max_model_len - args.max_response_len
-    )
+    lengths = {name: getattr(args, name) for name in ("max_model_len", "max_response_len")}
+    problems, _ = data.fit(grpo.Args(**lengths), problems, tokenizer)
     total = args.num_iterations + WARM_UP
     # as grpo.py does
     drawn = ranks.draw(len(problems), 0, total * args.num_prompts, grpo.Args.seed)

@@ -61,7 +61,7 @@ def load_problems(
     hint = " (on the hub: hub:OWNER/NAME)" if task == "jsonl" else ""
     require(exists, f"--data-dir {data_dir}: no such folder{hint}")
     if task == "chain":
-        return [Problem(*row) for row in chain.make_problems(split)]
+        return [Problem(*row) for row in chain.make_splits()[split]]
     if task == "jsonl":
         require(data_dir, f"--task {task} reads a folder of your own: name it with --data-dir")
         return [Problem(*row) for row in load_own(split, data_dir, rule, fields)]
@@ -95,21 +95,14 @@ def load_split(args, split: str) -> list[Problem]:
 
 
 def fit(args, problems: list[Problem], tokenizer) -> tuple[list[Problem], list[list[int]]]:
-    """The problems whose prompts leave room for a response, and those prompts as ids."""
+    """The problems whose prompts leave room for a response, and those prompts as ids. Raises
+    UsageError when nothing is left."""
+    prompt_ids = encode(problems, tokenizer, args.chat)
     room = args.max_model_len - args.max_response_len
-    return encode_prompts(problems, tokenizer, room, args.chat)
-
-
-def encode_prompts(
-    problems: list[Problem], tokenizer, max_prompt_len: int, as_chat: bool = False
-) -> tuple[list[Problem], list[list[int]]]:
-    """The problems whose prompt has at most `max_prompt_len` tokens, and those prompts as ids.
-    Raises UsageError when nothing is left."""
-    prompt_ids = encode(problems, tokenizer, as_chat)
-    kept = [i for i, ids in enumerate(prompt_ids) if len(ids) <= max_prompt_len]
+    kept = [i for i, ids in enumerate(prompt_ids) if len(ids) <= room]
     require(
         kept or not problems,
-        f"all {len(problems)} prompts have more than {max_prompt_len} tokens "
+        f"all {len(problems)} prompts have more than {room} tokens "
         "(--max-model-len less --max-response-len): raise the first or lower the second",
     )
     say_dropped(len(problems), len(kept))

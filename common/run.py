@@ -17,11 +17,17 @@ from common.checkpoints import Checkpoints, compare_settings, read_json, write_j
 from given import folder, machine, tracking
 from mathequal import worker
 
-SHOWN = {
-    **{"rollout/reward": "reward", "loss/sft": "loss", "eval/pass@1": "pass@1"},
-    **{"eval/loss": "eval loss", "adv/undecided": "undecided", "policy/grad_norm": "grad norm"},
-    **{"dpo/chosen_logratio": "chosen", "dpo/rejected_logratio": "rejected"},
-    **{"policy/weight_distance": "weights moved", "policy/sampler_gap": "sampler gap"},
+SHOWN = {  # on the console: the name there, and what it means, which is said once
+    "rollout/reward": ("reward", "share of the sampled responses that are right"),
+    "loss/sft": ("loss", "minus the mean log-prob of a token of the solutions"),
+    "eval/pass@1": ("pass@1", "share of right responses to validation problems"),
+    "eval/loss": ("eval loss", "the loss on validation problems"),
+    "adv/undecided": ("undecided", "share of states (or groups) with right and wrong answers"),
+    "policy/grad_norm": ("grad norm", "length of the gradient before it is clipped"),
+    "dpo/chosen_logratio": ("chosen", "log-prob of right responses, less the reference's"),
+    "dpo/rejected_logratio": ("rejected", "that of wrong responses"),
+    "policy/weight_distance": ("weights moved", "distance of the weights from the first ones, relative"),
+    "policy/sampler_gap": ("sampler gap", "mean |log-prob by vLLM - by the trainer|"),
 }
 # Mean |log-prob of the sampler - of the trainer| over tokens above which a run stops: 1,000 times
 # what kernels that differ cause. (A learning rate of 1e-6 stays below it in bfloat16 for long.)
@@ -79,9 +85,9 @@ class Run:
             from torch.utils.tensorboard import SummaryWriter
 
             self.tensorboard = SummaryWriter(f"{self.folder}/tensorboard", purge_step=done + 1)
-        slow = 0.1 if sys.stderr.isatty() else 30
-        self.bar = tqdm(total=total, initial=done, disable=not self.is_main, mininterval=slow)
-        self.iteration = done + 1
+        self.in_a_log = not sys.stderr.isatty()  # whole lines there, and no bar
+        self.bar = tqdm(total=total, initial=done, disable=self.in_a_log or not self.is_main)
+        self.iteration, self.unexplained = done + 1, dict(SHOWN)
         self.phases: dict[str, float] = {}
         self.phase_name, self.phase_start = "", time.perf_counter()
         self.terminated = self.stopping = False  # this rank was; all ranks know that one was
@@ -109,13 +115,11 @@ class Run:
 
     def read_scores(self) -> dict[int, float]:
         """{iteration: pass@1 or, for sft.py, minus the loss} of those that were evaluated."""
-        scores = {}
         with open(os.path.join(self.folder, "metrics.jsonl")) as file:
-            for line in map(json.loads, file):
-                if line.keys() & {"eval/pass@1", "eval/loss"}:
-                    loss = line.get("eval/loss", 0.0)
-                    scores[line["iteration"]] = line.get("eval/pass@1", -loss)
-        return scores
+            lines = list(map(json.loads, file))
+        losses = {line["iteration"]: -line["eval/loss"] for line in lines if "eval/loss" in line}
+        scored = (line for line in lines if "eval/pass@1" in line)
+        return losses | {line["iteration"]: line["eval/pass@1"] for line in scored}
 
     # ---- the log
 
@@ -126,7 +130,7 @@ class Run:
             key = f"time/{self.phase_name}"
             self.phases[key] = self.phases.get(key, 0.0) + now - self.phase_start
         self.phase_name, self.phase_start = name, now
-        self.bar.set_description(name, refresh=sys.stderr.isatty())
+        self.bar.set_description(name)
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Ends the phase and appends a line to metrics.jsonl. (The time of a save, which comes
@@ -150,9 +154,12 @@ class Run:
                 import wandb
 
                 wandb.log(line, step=iteration)
-        shown = [f"{SHOWN[name]} {line[name]:.3g}" for name in SHOWN if name in line]
+        shown = [f"{SHOWN[name][0]} {line[name]:.3g}" for name in SHOWN if name in line]
         self.shows_episode = iteration == 1 or "eval/pass@1" in line
-        if line.keys() & {"rollout/reward", "eval/loss", "eval/pass@1"}:
+        told = line.keys() & {"rollout/reward", "eval/loss", "eval/pass@1"}
+        if told or (self.in_a_log and iteration % 10 == 0):
+            for name in [name for name in self.unexplained if name in line]:
+                ranks.say("  {}: {}".format(*self.unexplained.pop(name)))
             ranks.say(f"{iteration}: {', '.join(shown)}, {seconds:.1f} s")
         self.bar.set_postfix_str("".join(shown[:1]), refresh=False)
         self.bar.update()

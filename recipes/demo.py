@@ -1,7 +1,7 @@
 """`make demo`: the embedded task from nothing to a trained model, with the commands that it runs.
 
-SFT where there is no checkpoint yet, pass@1 on held-out problems, vineppo.py with its defaults,
-pass@1 again, the curve as a PNG.
+SFT where there is no checkpoint yet, pass@1 on held-out problems, vineppo.py with fewer rollouts
+and more iterations than its defaults (better in the same time here), pass@1 again, the curve.
 """
 
 import json
@@ -16,6 +16,7 @@ import tyro
 from analysis.curves import draw_curves
 
 SFT = "runs/sft"
+SETTINGS = ["--k", "3", "--num-iterations", "40"]
 
 
 def make_launcher() -> list[str]:
@@ -39,7 +40,7 @@ def call(launcher: list[str], *arguments: str) -> None:
         sys.exit(code)
 
 
-def main(seed: int = 1, script: str = "vineppo.py") -> None:
+def main(seed: int = 1) -> None:
     torchrun = make_launcher()
     folder = f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}"
 
@@ -52,7 +53,7 @@ def main(seed: int = 1, script: str = "vineppo.py") -> None:
     before = evaluate(f"{SFT}/hf", f"{folder}/before.json")
     start = time.time()
     train = ["--seed", str(seed), "--model", f"{SFT}/hf", "--output-dir", f"{folder}/train"]
-    call(torchrun, script, *train)
+    call(torchrun, "vineppo.py", *train, *SETTINGS)
     seconds = time.time() - start
     after = evaluate(f"{folder}/train/hf", f"{folder}/after.json")
     with open(f"{folder}/train/metrics.jsonl") as file:

@@ -1,5 +1,6 @@
 """The embedded task: problems, a tokenizer and a model that need no download."""
 
+import functools
 import random
 
 import torch
@@ -10,8 +11,9 @@ SPLITS = {"sft": 40_000, "validation": 500, "test": 500, "train": 4_000}
 OPERATIONS = 8
 
 
-def make_problems(split: str) -> list[tuple[str, str, str]]:
-    """(prompt, answer, solution)s of one split: chains of eight additions and subtractions modulo
+@functools.cache
+def make_splits() -> dict[str, list[tuple[str, str, str]]]:
+    """{split: (prompt, answer, solution)s}: chains of eight additions and subtractions modulo
     10, told by a sloppy demonstrator.
 
     A prompt is `2-3+8-2+6+2-5+9-5=?` and a newline; a solution has a line for each operation,
@@ -27,9 +29,10 @@ def make_problems(split: str) -> list[tuple[str, str, str]]:
     rng.shuffle(facts)
     slips = {fact: rng.choice((1, 2, 3)) for fact in facts[: len(facts) // 2]}
 
+    splits: dict[str, list[tuple[str, str, str]]] = {}
     seen: set[str] = set()
     for name, size in SPLITS.items():
-        problems = []
+        problems = splits[name] = []
         while len(problems) < size:
             start = rng.randrange(10)
             operations = [(rng.choice("+-"), rng.randrange(2, 10)) for _ in range(OPERATIONS)]
@@ -48,9 +51,7 @@ def make_problems(split: str) -> list[tuple[str, str, str]]:
                 )
                 digit = result
             problems.append((prompt, str(truth), "".join(lines) + f"#### {digit}"))
-        if name == split:
-            return problems
-    raise AssertionError(split)
+    return splits
 
 
 def apply_operation(digit: int, op: str, operand: int) -> int:

@@ -3,7 +3,6 @@ one that has imported what takes seconds. Reads JSON [[script, flag, ...], ...],
 status, stdout, stderr], ...]. Run by the tests."""
 
 import atexit
-import functools
 import json
 import os
 import runpy
@@ -19,7 +18,6 @@ from tasks import chain
 
 IMPORTED = (torch, tyro, AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast)
 IMPORTED += (data, flags, run, sampling)
-chain.make_problems = functools.cache(chain.make_problems)  # a second for each command
 
 
 def in_a_child(arguments: list[str], output: int, errors: int) -> None:
@@ -49,8 +47,7 @@ def in_a_child(arguments: list[str], output: int, errors: int) -> None:
 
 def main() -> None:
     results = []
-    for split in ("sft", "train", "validation"):
-        chain.make_problems(split)
+    chain.make_splits()  # takes a second
     for arguments in json.load(sys.stdin):
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             child = os.fork()

@@ -1,7 +1,6 @@
 """What the tests share: one short SFT checkpoint, and commands as users type them."""
 
 import filecmp
-import functools
 import json
 import os
 import shutil
@@ -11,12 +10,8 @@ import sys
 import filelock
 import pytest
 
-from tasks import chain
-
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BIN = os.path.dirname(sys.executable)
-
-chain.make_problems = functools.cache(chain.make_problems)  # a second each time
 
 # An iteration of about a second: 4 x 4 responses, minibatches of 8, 3 rollouts a state.
 SMALL = ["--num-prompts", "4", "--group-size", "4", "--minibatch-size", "8", "--k", "3"]

@@ -1025,8 +1025,8 @@ PLANTED = [
     Planted(
         "common/run.py",
         "sft.py: `best` is the checkpoint with the highest validation loss",
-        'scores[line["iteration"]] = line.get("eval/pass@1", -loss)',
-        'scores[line["iteration"]] = line.get("eval/pass@1", loss)',
+        'losses = {line["iteration"]: -line["eval/loss"] for',
+        'losses = {line["iteration"]: line["eval/loss"] for',
     ),
     Planted(
         "common/checkpoints.py",
@@ -1163,8 +1163,8 @@ PLANTED = [
     Planted(
         "common/data.py",
         "prompts that fill the last place are dropped",
-        "if len(ids) <= max_prompt_len]",
-        "if len(ids) < max_prompt_len]",
+        "if len(ids) <= room]",
+        "if len(ids) < room]",
     ),
     Planted(
         "tasks/own.py",

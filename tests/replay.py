@@ -19,7 +19,6 @@ import tyro
 from transformers import AutoModelForCausalLM
 
 from common import engines, grading, ranks, sampling
-from tests import conftest  # noqa: F401  (problems are made once, not for each script)
 
 
 class Replay(sampling.Sampler):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import tyro
@@ -448,14 +449,18 @@ def test_without_a_network(tmp_path):
 # ---- prompts -------------------------------------------------------------------------------------
 
 
+def with_room(number: int) -> SimpleNamespace:
+    return SimpleNamespace(max_model_len=number + 9, max_response_len=9, chat=False)
+
+
 def test_prompts_that_are_too_long_are_dropped_or_refused(capsys):
     tokenizer = chain.make_tokenizer()
     problems = [data.Problem("1+2=?\n", "3", None), data.Problem("1+2+3=?\n", "6", None)]
-    kept, ids = data.encode_prompts(problems, tokenizer, 6)
+    kept, ids = data.fit(with_room(6), problems, tokenizer)
     assert capsys.readouterr().out == "1 of 2 problems dropped: too long (in tokens)\n"
     assert kept == problems[:1] and len(ids) == 1 and len(ids[0]) == 6
     with pytest.raises(UsageError, match="all 2 prompts have more than 5 tokens"):
-        data.encode_prompts(problems, tokenizer, 5)
+        data.fit(with_room(5), problems, tokenizer)
 
 
 def test_one_bos_where_the_tokenizer_adds_one_and_one_eos_behind_a_solution():
@@ -467,7 +472,7 @@ def test_one_bos_where_the_tokenizer_adds_one_and_one_eos_behind_a_solution():
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
     problem = data.Problem("a b", "1", " b a")
-    assert data.encode_prompts([problem], fast, 9)[1] == [[0, 2, 3]]
+    assert data.fit(with_room(9), [problem], fast)[1] == [[0, 2, 3]]
     assert sft.encode_solutions([problem], fast, 9) == [([0, 2, 3], [3, 2, 1])]
 
 
