@@ -384,7 +384,7 @@ def float64():
 @pytest.mark.parametrize(("rule", "unbiased"), [("line", True), ("gsm8k", False), ("math", False)])
 def test_for_which_rules_the_expected_estimate_is_the_gradient(rule, unbiased, float64):
     """All responses of up to four tokens. The other two rules look at what follows: at the answer
-    behind a newline, at the length of a sentence (docs/vineppo.md)."""
+    behind a newline, at the length of a sentence (docs/departures.md)."""
     true, found = gradients(*random_tree(4), rule)
     error = max(abs(found[choice] - true[choice]) for choice in true)
     assert (error < 1e-12) == unbiased and max(map(abs, true.values())) > 0.01
