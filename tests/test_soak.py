@@ -1,4 +1,4 @@
-"""The long trials (`make soak`); their last results are in docs/soak.md."""
+"""The long trials (`make soak`); their last results are in docs/reliability.md."""
 
 import filecmp
 import json
