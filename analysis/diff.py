@@ -235,6 +235,7 @@ def main(
     names = [name.removesuffix(".py") for name in (a, b)]
     for name in names:
         require(name in NAMES, f"{name}: no such script; there are {', '.join(NAMES)}")
+    require(not os.path.isdir(output), f"--output {output}: a folder; name a file")
     os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
     page = make_page(*names)
     pathlib.Path(output).write_text(page, encoding="utf-8")
