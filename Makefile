@@ -1,14 +1,15 @@
 # make demo      see VinePPO learn: set-up, SFT, training, held-out accuracy before and after
-# make test      all tests (five minutes)     make soak   the long trials     make quick   without engines
+# make test      all tests (six minutes)      make soak   the long trials     make quick   without engines
 # make compare   every method, a grid of learning rates, three seeds; hours
 # make compare-quick   one seed at the scripts' own learning rates; quarter of an hour
 # make figures   value accuracy, K, temperature, from the runs of either; an hour
+# make diff A=ppo B=vineppo   two scripts side by side, as a page; any pair of them
 # make bench     where an iteration's time goes, and against TRL; half an hour
 # make gpu-check what only a GPU can show, on a machine that has one; ten minutes
 # make install   the set-up alone: .venv with what this machine needs
 PYTHON ?= python3
 
-.PHONY: demo quick test soak gpu-check install compare compare-quick figures bench
+.PHONY: demo quick test soak gpu-check install compare compare-quick figures diff bench
 demo: .venv/installed
 	.venv/bin/python -m recipes.demo
 
@@ -38,6 +39,11 @@ compare-quick: .venv/installed
 
 figures: .venv/installed
 	.venv/bin/python -m analysis.figures
+
+A = ppo
+B = vineppo
+diff: .venv/installed
+	.venv/bin/python -m analysis.diff $(A) $(B)
 
 bench: .venv/installed
 	.venv/bin/python -m benchmarks.iteration --script vineppo

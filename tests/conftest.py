@@ -58,6 +58,18 @@ def start_run(arguments, ranks: int, output=subprocess.PIPE, **variables) -> sub
     )
 
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def open_page(path, *options: str) -> str:
+    """The page as a browser has it in the end, its scripts done."""
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [f"--user-data-dir={path.parent / 'profile'}", "--virtual-time-budget=2000"]
+    command += [*options, "--dump-dom", path.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900).stdout
+
+
 def copy_of_the_project(folder):
     """As it stands in the work tree."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

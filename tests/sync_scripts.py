@@ -1,4 +1,5 @@
-"""Copies what the scripts share from vineppo.py into the others, and their diffs into the pages.
+"""Copies what the scripts share from vineppo.py into the others, and their differences, counted,
+into the README.
 
 python -m tests.sync_scripts
 """
@@ -6,7 +7,6 @@ python -m tests.sync_scripts
 import difflib
 import os
 import re
-import subprocess
 import textwrap
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -102,27 +102,14 @@ def difference_table() -> str:
 
 
 def with_differences(text: str) -> str:
-    """A page with its table of differences, and what follows a line `$ diff a.py b.py`, renewed."""
+    """A page with its table of differences renewed."""
     marks = r"(<!-- differences -->\n).*?(<!-- end -->)"
-    text = re.sub(marks, lambda m: m[1] + difference_table() + m[2], text, flags=re.DOTALL)
-
-    def run_diff(match: re.Match) -> str:
-        names = match[1].split()
-        done = subprocess.run(["diff", *names], cwd=ROOT, capture_output=True, text=True)
-        return f"$ diff {match[1]}\n{done.stdout}```"
-
-    return re.sub(
-        r"^\$ diff ([\w/]+\.py [\w/]+\.py)\n.*?^```", run_diff, text, flags=re.DOTALL | re.M
-    )
+    return re.sub(marks, lambda m: m[1] + difference_table() + m[2], text, flags=re.DOTALL)
 
 
 def read_file(name: str) -> str:
     with open(os.path.join(ROOT, name)) as file:
         return file.read()
-
-
-def pages() -> list[str]:
-    return ["README.md", *(f"docs/{name}" for name in sorted(os.listdir(f"{ROOT}/docs")))]
 
 
 def main() -> None:
@@ -138,9 +125,7 @@ def main() -> None:
         renew(name, synced(read_file(name), source))
     for name, passages in OTHERS.items():
         renew(name, synced_passages(read_file(name), source, passages))
-    for name in pages():
-        if name.endswith(".md"):
-            renew(name, with_differences(read_file(name)))
+    renew("README.md", with_differences(read_file("README.md")))
 
 
 if __name__ == "__main__":

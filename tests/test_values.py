@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import statistics
-import subprocess
 import types
 
 import pytest
@@ -21,7 +20,7 @@ from common import data, ranks
 from common import steps as steps_module
 from common.sampling import Sample
 from tasks import chain
-from tests.conftest import call
+from tests.conftest import CHROMIUM, call, open_page
 
 # ---- measures, by hand ---------------------------------------------------------------------------
 
@@ -375,22 +374,10 @@ def test_terminal_and_page_show_what_a_model_wrote_and_do_nothing_else():
     assert credit.colour(0.0) == (255, 255, 255) and credit.colour(5.0) == credit.colour(1.0)
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 def test_the_page_in_a_browser(tmp_path):
     (tmp_path / "credit.html").write_text(credit.as_page({"any": hostile_episode()}, "a run"))
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000"]
-    result = subprocess.run(
-        [*command, "--dump-dom", (tmp_path / "credit.html").as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    page = result.stdout
+    page = open_page(tmp_path / "credit.html")
     assert "<title>Credit</title>" in page  # no script ran
     assert "<script" not in page and "<img" not in page and "&lt;script&gt;" in page
     assert page.count("<td") == 4 and "-1.00" in page and "+0.50" in page
