@@ -66,7 +66,6 @@ NOTES = {
         "A(i) = Σ_j smoothing^{|i-j|} (V(s_{j+1}) - V(s_j))",
         "A step also gets a share of the changes in value over its neighbours.",
     ),
-    ("", "3"): ("", "How the script makes advantages of rewards."),
     ("restem", "3"): ("", "The walk ends where accuracy does not rise (paper, App. C.5)."),
     ("dpo_pos", "3"): ("", "A pair is a right and a wrong response to one prompt."),
     ("sft", "3"): ("", "The targets: solutions, with EOS, behind their prompts."),
@@ -114,7 +113,6 @@ NOTES = {
         "V(s_0) = (Σ_k R(rollout_k) + rewards of the other G - 1) / (K + G - 1)",
         "The equation is that of --reuse-responses; two more flags choose states for rollouts.",
     ),
-    ("", "6.5"): ("", "Where the script gets what its advantages need."),
     ("restem", "6.5"): ("", "The SFT checkpoint is loaded again, with a new optimizer."),
     ("", "6.6"): ("", "Log-probs of the reference model, then the gradient steps."),
     ("restem", "6.6"): ("", "Gradient steps on right responses, until accuracy does not rise."),
@@ -239,9 +237,7 @@ def main(
     names = [name.removesuffix(".py") for name in (a, b)]
     for name in names:
         exists = os.path.exists(os.path.join(ROOT, f"{name}.py"))
-        require(
-            exists, f"{name}: no such script; there are {', '.join(NAMES)}, and your own copies"
-        )
+        require(exists, f"{name}: no such script; there are {', '.join(NAMES)}, and your copies")
         missing = SECTIONS - {section for section, _ in read_lines(name)}
         require(not missing, f"{name}.py: no copy of a script, without sections {sorted(missing)}")
     require(not os.path.isdir(output), f"--output {output}: a folder; name a file")

@@ -141,7 +141,7 @@ def explain_token(new: float, old: float, ref: float, advantage: float, clip: fl
         "ratio": ratio,
         "advantage": advantage,
         "taken": taken,
-        "kl": math.exp(ref - new) - (ref - new) - 1,
+        "kl": min(math.exp(ref - new) - (ref - new) - 1, 10.0),
     }
 
 
@@ -361,7 +361,6 @@ def fill_page(f: SimpleNamespace, command: str) -> str:
             ["token", "before the update", "after it"],
             [[code(t["text"]), f"{math.exp(t['old']):.4f}", f"{t['after']:.4f}"] for t in of_step],
         ),
-        learning_rate=f"{f.settings.learning_rate:g}",
         compared=table(
             ["step", "VinePPO", "critic's value", "PPO", "GRPO", "RLOO"],
             [

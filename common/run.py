@@ -26,10 +26,7 @@ SHOWN = {  # on the console: the name there, and what it means, which is said on
     "policy/grad_norm": ("grad norm", "length of the gradient before it is clipped"),
     "dpo/chosen_logratio": ("chosen", "log-prob of right responses, less the reference's"),
     "dpo/rejected_logratio": ("rejected", "that of wrong responses"),
-    "policy/weight_distance": (
-        "weights moved",
-        "their distance from the first weights, relative",
-    ),
+    "policy/weight_distance": ("weights moved", "distance from the first weights, relative"),
     "policy/sampler_gap": ("sampler gap", "mean |log-prob by vLLM - by the trainer|"),
 }
 # Mean |log-prob of the sampler - of the trainer| over tokens above which a run stops: 1,000 times

@@ -104,7 +104,7 @@ def test_a_wrong_name_is_refused_with_the_right_ones(names, tmp_path):
         diff.main(*names, output=str(tmp_path / "diff.html"))
     assert str(error.value).endswith(
         ": no such script; there are vineppo, ppo, grpo, rloo, experiments/vineppo_cheap, restem, "
-        "dpo_pos, sft, and your own copies"
+        "dpo_pos, sft, and your copies"
     )
     assert not list(tmp_path.iterdir())
 
@@ -121,7 +121,7 @@ def test_a_copy_of_ones_own_is_compared_and_no_other_file(tmp_path, monkeypatch)
     rows = [block for _, blocks in data["pairs"]["rloo mine"] for block in blocks]
     (changed,) = [block for block in rows if isinstance(block[0], list)]
     assert len(changed) == 1
-    with pytest.raises(UsageError, match="evaluate.py: no copy of a script, without sections"):
+    with pytest.raises(UsageError, match=r"evaluate\.py: no copy of a script, without sections"):
         diff.main("rloo", "evaluate", output=str(tmp_path / "diff.html"))
 
 

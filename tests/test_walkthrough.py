@@ -60,7 +60,7 @@ def check_page(page: str) -> None:
     assert promised == pytest.approx(-values[0], abs=0.005)
 
     # whitening, then the loss of three tokens
-    found = re.search(r"\(([+-][\d.]+) - ([+-][\d.]+)\) / ([\d.]+) = ([+-][\d.]+)\.", page)
+    found = re.search(r"\(([+-][\d.]+) - \(([+-][\d.]+)\)\) / ([\d.]+) = ([+-][\d.]+)\.", page)
     advantage, mean, spread, whitened = map(float, found.groups())
     assert advantage == advantages[worst]
     assert (advantage - mean) / spread == pytest.approx(whitened, rel=0.02)
@@ -101,8 +101,8 @@ def test_the_page_is_of_the_run(sft_model, tmp_path):
     page = (tmp_path / "page.md").read_text()
     check_page(page)
     (line,) = read_jsonl(tmp_path / "run/metrics.jsonl")
-    right, total, reward = re.search(
-        r"(\d+) of all (\d+) responses are right. The log calls this share `reward`: (\S+)\.", page
+    total, right, reward = re.search(
+        r"Of all (\d+) responses (\d+) are right. The log calls this share `reward`: (\S+)\.", page
     ).groups()
     assert float(reward) == pytest.approx(line["rollout/reward"], abs=5e-4)
     assert int(right) / int(total) == pytest.approx(line["rollout/reward"])
