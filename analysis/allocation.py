@@ -1,5 +1,5 @@
-"""Where to spend rollouts: rules that turn draws into values, against exact values and the exact
-gradient of the embedded task. No training, some minutes; docs/credit.md has the verdicts.
+"""Where to spend rollouts: rules that turn draws into values, against the exact gradient of the
+embedded task. No training, some minutes; docs/credit.md has the tables and the verdicts.
 
     python -m analysis.allocation --model runs/sft/hf
     python -m analysis.allocation --model runs/bare/sft/hf  without filler words
@@ -57,7 +57,7 @@ def own(k: int) -> Rule:
 
 def shared(k: int, pooled: bool = False) -> Rule:
     """Equal prefixes of a prompt are one state: K draws for all that share it, or, pooled, K for
-    each of them and the mean of all (candidate 1)."""
+    each of them and the mean of all."""
 
     def rule(batch):
         used: dict[tuple, list[Draw]] = {}
@@ -75,7 +75,7 @@ def shared(k: int, pooled: bool = False) -> Rule:
 
 
 def with_group(rule: Rule, k: int) -> Rule:
-    """The other responses of its group are draws from a prompt, for nothing (candidate 2)."""
+    """The other responses of its group are draws from a prompt, for nothing."""
 
     def with_responses(batch):
         values, tokens = rule(batch)
@@ -89,7 +89,7 @@ def with_group(rule: Rule, k: int) -> Rule:
 
 def along(k: int) -> Rule:
     """A draw that takes the response's own step, token for token, is a draw from the next state
-    too, and so on along the response (candidate 2)."""
+    too, and so on along the response."""
 
     def rule(batch):
         values, tokens = [], 0
@@ -112,8 +112,8 @@ def along(k: int) -> Rule:
 
 def bisection(k: int, few: int) -> Rule:
     """K draws at both ends of a response; where they agree at 0 or at 1, `few` for each state
-    between them, else K for the middle one, and so on for both halves (candidate 3). A state's own
-    draws never decide how many it has, so each value is fair."""
+    between them, else K for the middle one, and so on for both halves. A state's own draws never
+    decide how many it has, so each value is fair."""
 
     def value_of(draws: list[list[Draw]]) -> tuple[list[float], int]:
         last = len(draws) - 1
@@ -145,10 +145,10 @@ def bisection(k: int, few: int) -> Rule:
 
 
 def sequential(first: int, k: int, fair: bool = False) -> Rule:
-    """`first` draws; K where they do not agree (candidate 4). The mean of the draws is biased, for
-    they decide when to stop. `fair`: the mean of the first draw given what is known at the stop
-    (Girshick, Mosteller and Savage 1946), the best that has no bias. Where the first agree it is
-    their mean again, and else it must make up for those."""
+    """`first` draws; K where they do not agree. The mean of the draws is biased, for they decide
+    when to stop. `fair`: the mean of the first draw given what is known at the stop (Girshick,
+    Mosteller and Savage 1946), the best that has no bias. Where the first agree it is their mean
+    again, and else it must make up for those."""
 
     def paths(draws: int, right: int) -> int:
         return math.comb(draws, right) if right >= 0 else 0
@@ -174,40 +174,34 @@ def sequential(first: int, k: int, fair: bool = False) -> Rule:
     return rule
 
 
-RULES: dict[str, tuple[Rule, float]] = {  # name -> (rule, smoothing)
-    **{f"K {k} for every state": (own(k), 0.0) for k in (9, 5, 3, 2, 1)},
-    **{f"K {k}, equal prefixes once": (shared(k), 0.0) for k in (9, 3, 1)},
-    **{f"1 K {k}, sharers pool theirs": (shared(k, pooled=True), 0.0) for k in (9, 3, 1)},
-    **{f"2 K {k}, reuse of the group": (with_group(shared(k), k), 0.0) for k in (9, 3, 1)},
-    **{f"2 K {k}, reuse along the chain": (along(k), 0.0) for k in (9, 3, 1)},
-    "3 bisection, 9 or 3": (bisection(9, 3), 0.0),
-    "3 bisection, 9 or 1": (bisection(9, 1), 0.0),
-    "3 bisection, 5 or 1": (bisection(5, 1), 0.0),
-    "4 three, then nine": (sequential(3, 9), 0.0),
-    "4 the same, fair": (sequential(3, 9, fair=True), 0.0),
-    **{f"5 K {k}, smoothing .5": (own(k), 0.5) for k in (9, 5, 3, 2, 1)},
-    **{f"2 + 5 K {k}, group, smoothing .5": (with_group(shared(k), k), 0.5) for k in (5, 3, 2, 1)},
+Key = tuple[str, str]  # name, K
+RULES: dict[Key, tuple[Rule, float]] = {  # -> rule, smoothing
+    **{("plain", f"{k}"): (own(k), 0.0) for k in (9, 3, 1)},
+    **{("sharing", f"{k}"): (shared(k), 0.0) for k in (9, 3, 1)},
+    **{("smoothing alone", f"{k}"): (own(k), 0.5) for k in (9, 1)},
+    **{("smoothing and reuse", f"{k}"): (with_group(shared(k), k), 0.5) for k in (3, 1)},
+    ("pooling", "1"): (shared(1, pooled=True), 0.0),
+    ("reuse along the response", "1"): (along(1), 0.0),
+    ("bisection", "5 or 1"): (bisection(5, 1), 0.0),
+    ("sequential", "3 or 9"): (sequential(3, 9), 0.0),
+    ("sequential, unbiased", "3 or 9"): (sequential(3, 9, fair=True), 0.0),
 }
+EXACT, PLAIN = ("exact values", ""), ("plain", "9")
 
 
-def by_fifth(exact: list[float], values: list[float]) -> list[list[float]]:
-    """Values of the states whose exact value is in [0, .2), [.2, .4), ..."""
-    fifths: list[list[float]] = [[] for _ in range(5)]
-    for known, value in zip(exact, values, strict=True):
-        fifths[min(4, int(known * 5))].append(value)
-    return fifths
+def show(values: list[float]) -> str:
+    """Mean and standard error."""
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
 
 
-def bias(found: list[list[list[float]]], plain: list[list[list[float]]]) -> tuple[float, float]:
-    """Values of a rule and of the plain one, by batch and fifth -> the difference of means and its
-    standard error over batches, of that fifth where it is the most standard errors."""
-    worst = (0.0, math.inf)
-    for fifth in range(5):
-        pairs = zip((b[fifth] for b in found), (b[fifth] for b in plain), strict=True)
-        less = [statistics.mean(x) - statistics.mean(y) for x, y in pairs if x]
-        if len(less) > 2 and error(less):
-            worst = max(worst, (statistics.mean(less), error(less)), key=lambda w: abs(w[0] / w[1]))
-    return worst
+def make_table(tokens: dict[Key, int], cosines: dict[Key, list[float]]) -> str:
+    """Of all iterations' tokens and each iteration's cosine, by rule."""
+    rows = ["| rule | K | tokens | difference in cosine |", "|---|---|---|---|"]
+    for key, found in cosines.items():
+        less = [a - b for a, b in zip(found, cosines[PLAIN], strict=True)]
+        share = f"{tokens[key] / tokens[PLAIN]:.2f}" if key in tokens else ""
+        rows.append(f"| {' | '.join([*key, share, show(less)])} |")
+    return "\n".join(rows)
 
 
 def main(
@@ -222,10 +216,8 @@ def main(
     sizes = batches, num_prompts, group_size, exact_episodes, 9
     study = make_study(model, *sizes, temperature, seed)
     size = num_prompts * group_size
-    cosines: dict[str, list[float]] = {name: [] for name in ["exact values", *RULES]}
+    cosines: dict[Key, list[float]] = {key: [] for key in [*RULES, EXACT]}
     tokens = dict.fromkeys(RULES, 0)
-    fifths: dict[str, list[list[list[float]]]] = {name: [] for name in RULES}
-    squares: dict[str, list[float]] = {name: [] for name in RULES}
     for first in tqdm(range(0, len(study.episodes), size), desc="rules"):
         episodes = study.episodes[first : first + size]
         draws = study.draws[first : first + size]
@@ -240,43 +232,20 @@ def main(
         known = [known_values(study, e) for e in episodes]
         logprobs = vineppo.compute_logprobs(study.policy, *inputs, temperature)
 
-        def measure(name, values, smoothing, inputs=(rewards, ends, mask, logprobs)):
+        def measure(key, values, smoothing, inputs=(rewards, ends, mask, logprobs)):
             rewards, ends, mask, logprobs = inputs
             advantages = vineppo_cheap.compute_advantages(rewards, values, ends, mask, smoothing)
-            cosines[name].append(cosine(study, logprobs, advantages, mask))
+            cosines[key].append(cosine(study, logprobs, advantages, mask))
 
-        chains = [row for row, e in enumerate(episodes) if e.digits]
-        exact = [value for row in chains for value in known[row]]
-        measure("exact values", known, 0.0)
-        for name, (rule, smoothing) in RULES.items():
+        measure(EXACT, known, 0.0)
+        for key, (rule, smoothing) in RULES.items():
             values, used = rule(batch)
-            tokens[name] += used
-            measure(name, values, smoothing)
-            flat = [value for row in chains for value in values[row]]
-            fifths[name].append(by_fifth(exact, flat))
-            squares[name] += [(x - v) ** 2 for x, v in zip(flat, exact, strict=True)]
+            tokens[key] += used
+            measure(key, values, smoothing)
 
-    plain = next(iter(RULES))
-    print(f"\n{batches} iterations of {size} episodes. Bias: the mean value less that of the first")
-    print("rule, in that fifth of the exact values where it is the most standard errors.\n")
-    print("| rule | tokens | of the first | bias | rms error of values | cosine | less the first |")
-    print("|---|---|---|---|---|---|---|")
-    for name, found in cosines.items():
-        less = [a - b for a, b in zip(found, cosines[plain], strict=True)]
-        shown = [f"{statistics.mean(x):.3f} ± {error(x):.3f}" for x in (found, less)]
-        parts = [""] * 4
-        if name in RULES:
-            off, its_error = bias(fifths[name], fifths[plain])
-            rms = math.sqrt(statistics.mean(squares[name]))
-            share = tokens[name] / tokens[plain]
-            parts = [f"{tokens[name] / batches:,.0f}", f"{share:.2f}"]
-            same = math.isinf(its_error)  # smoothing changes no value
-            parts += ["" if same else f"{off:+.3f} ± {its_error:.3f}", f"{rms:.3f}"]
-        print(f"| {' | '.join([name, *parts, *shown])} |")
-
-
-def error(values: list[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values))
+    print(f"\nPlain, K = 9: cosine {show(cosines[PLAIN])},")
+    print(f"{tokens[PLAIN] / batches:,.0f} tokens an iteration.\n")
+    print(make_table(tokens, cosines))
 
 
 if __name__ == "__main__":

@@ -267,10 +267,9 @@ def check(result: Result, short: bool = False) -> None:
 
 
 def describe(result: Result) -> str:
-    if result.model_type in REFUSED:
-        return f"| `{result.model_type}` | {result.name} | refused: {REFUSED[result.model_type]} |"
-    how = "trained, sampled and resumed"
-    return f"| `{result.model_type}` | {result.name} | {how}; gap {result.gap:.0e} |"
+    refused = REFUSED.get(result.model_type)
+    said = f"refused: {refused}" if refused else f"{result.gap:.0e}"
+    return f"| `{result.model_type}` | {result.name} | {said} |"
 
 
 def main() -> None:

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from analysis import allocation
+from analysis import allocation, price
 from analysis.allocation import Draw, Response
 from experiments import vineppo_cheap
+from tests.conftest import ROOT
 
 P = (0.3, 0.8, 0.55)  # the values of three states
 
@@ -82,8 +83,8 @@ def test_draws_that_decide_and_estimate_are_biased():
 
 
 def test_a_fair_stop_is_hardly_better_than_its_first_draws():
-    """Why candidate 4 loses: without bias, three draws and then up to nine are as noisy as four at
-    most, whatever the state's value."""
+    """Why sequential rules lose: without bias, three draws and then up to nine are as noisy as four
+    at most, whatever the state's value."""
     rule = allocation.sequential(3, 9, fair=True)
     for p in (0.05, 0.2, 0.5, 0.9):
         second = 0.0
@@ -119,6 +120,19 @@ def test_bisection_spends_little_where_the_ends_agree():
     assert rule([response([0.0] * 5)])[1] == 4 + 1 + 1 + 1 + 4
     assert rule([response([0.0, 0.0, 0.0, 1.0, 1.0])])[1] == 4 + 1 + 4 + 4 + 4
     assert rule([response([0.5] * 5)])[1] == 5 * 4
+
+
+def test_the_tables_of_the_page_are_those_that_are_written():
+    """Their heads and names; the numbers take hours."""
+    with open(f"{ROOT}/docs/credit.md") as file:
+        rows = [line.split(" | ") for line in file if line.startswith("| ")]
+    cosines = {key: [0.3, 0.4] for key in [*allocation.RULES, allocation.EXACT]}
+    written = allocation.make_table(dict.fromkeys(allocation.RULES, 1), cosines).splitlines()
+    assert "| sharing | 3 | 1.00 | 0.000 ± 0.000 |" in written
+    rules = [line.split(" | ")[:2] for line in written if line.startswith("| ")]
+    schemes = [[f"| {name}"] for name in price.SCHEMES]
+    assert [row[:1] for row in rows[2 : len(schemes) + 2]] == schemes
+    assert [row[:2] for row in rows[len(schemes) + 2 :]] == 2 * rules
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.5, 1.0])

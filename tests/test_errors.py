@@ -259,12 +259,25 @@ def test_one_message_and_no_traceback(results, number):
 
 
 def make_table() -> str:
-    rows = ["| given | command | message |", "|---|---|---|"]
+    """Messages of a section that differ only before their first colon have one row together. What
+    is wrong with a flag its message says, so those rows have no second cell."""
+    rows = ["| message | what is wrong |", "|---|---|"]
+    together: dict[tuple[str, str], dict[str, str]] = {}  # section, ending -> {message: given}
     for given, words, message in CASES:
-        cells = [given]
-        if words:
-            command = " ".join(script_of(words))
-            cells += [f"`{command}`", f"`{message}`"]
+        if not words:
+            section = given
+        start, colon, rest = message.partition(": ")
+        together.setdefault((section, colon + rest or start), {})[message] = given
+    for (section, ending), givens in together.items():
+        if "" in givens:
+            rows.append(f"| {section} |")
+            continue
+        cells = [f"`{next(iter(givens))}`"]
+        if len(givens) > 1:
+            starts = [f"`{message.removesuffix(ending)}`" for message in givens]
+            cells = [f"{', '.join(starts)}{ending[:2]}`{ending[2:]}`"]
+        if section != "**Flags**":
+            cells.append("; ".join(dict.fromkeys(givens.values())))
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -274,10 +275,15 @@ def try_architectures(*words):
     results = [Result(**json.loads(line)) for line in lines]
     assert [result.model_type for result in results] == names, done.stderr[-3000:]
     with open(f"{ROOT}/docs/models.md") as file:
-        page = file.read()
+        rows = without_gaps(file.read())
     for result in results:
         check(result, short="--short" in words)
-        assert describe(result).split("; gap")[0] in page
+        assert without_gaps(describe(result)) in rows
+
+
+def without_gaps(text):
+    """They are not the same on every machine."""
+    return re.sub(r"\de-\d\d", "gap", text)
 
 
 # ---- tokens, and a chat --------------------------------------------------------------------------
