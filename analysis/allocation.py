@@ -1,12 +1,12 @@
-"""Where to spend rollouts: rules that turn draws into values, against exact values and the exact
-gradient of the embedded task. No training, some minutes; docs/credit.md has the verdicts.
+"""Where to spend rollouts: rules that turn draws (rollouts) into values, compared with the exact
+values and the exact gradient of the embedded task. No training, some minutes; see docs/credit.md.
 
     python -m analysis.allocation --model runs/sft/hf
     python -m analysis.allocation --model runs/bare/sft/hf  without filler words
 
-A rule gets the responses of an iteration, with all draws from each of their states, and answers
-with a value for each state and with the draws it has used. What a rule may see of the draws decides
-whether its values are fair: tests/test_allocation.py goes through all outcomes.
+A rule gets the responses of an iteration with all draws from each of their states. It returns a
+value for each state, and how many tokens the draws took that it used. Which draws a rule may see
+decides whether its values are fair (unbiased): tests/test_allocation.py checks all outcomes.
 """
 
 import itertools
@@ -75,7 +75,7 @@ def shared(k: int, pooled: bool = False) -> Rule:
 
 
 def with_group(rule: Rule, k: int) -> Rule:
-    """The other responses of its group are draws from a prompt, for nothing (candidate 2)."""
+    """The other responses of its group are draws from a prompt, and cost nothing (candidate 2)."""
 
     def with_responses(batch):
         values, tokens = rule(batch)
@@ -111,9 +111,9 @@ def along(k: int) -> Rule:
 
 
 def bisection(k: int, few: int) -> Rule:
-    """K draws at both ends of a response; where they agree at 0 or at 1, `few` for each state
-    between them, else K for the middle one, and so on for both halves (candidate 3). A state's own
-    draws never decide how many it has, so each value is fair."""
+    """K draws at both ends of a response. Where their values are both 0 or both 1, `few` for each
+    state between them; else K for the middle one, and so on for both halves (candidate 3). A
+    state's own draws never decide how many it gets, so each value is fair."""
 
     def value_of(draws: list[list[Draw]]) -> tuple[list[float], int]:
         last = len(draws) - 1
@@ -145,10 +145,10 @@ def bisection(k: int, few: int) -> Rule:
 
 
 def sequential(first: int, k: int, fair: bool = False) -> Rule:
-    """`first` draws; K where they do not agree (candidate 4). The mean of the draws is biased, for
-    they decide when to stop. `fair`: the mean of the first draw given what is known at the stop
-    (Girshick, Mosteller and Savage 1946), the best that has no bias. Where the first agree it is
-    their mean again, and else it must make up for those."""
+    """`first` draws; K where they do not agree (candidate 4). Their mean is biased, since they
+    decide when to stop. `fair`: the mean of the first draw given what is known at the stop
+    (Girshick, Mosteller and Savage 1946), the best without bias. Where the first draws agree, it is
+    their mean; elsewhere it makes up for the bias of those."""
 
     def paths(draws: int, right: int) -> int:
         return math.comb(draws, right) if right >= 0 else 0
@@ -200,7 +200,7 @@ def by_fifth(exact: list[float], values: list[float]) -> list[list[float]]:
 
 def bias(found: list[list[list[float]]], plain: list[list[list[float]]]) -> tuple[float, float]:
     """Values of a rule and of the plain one, by batch and fifth -> the difference of means and its
-    standard error over batches, of that fifth where it is the most standard errors."""
+    standard error over batches, for the fifth in which it is the most standard errors."""
     worst = (0.0, math.inf)
     for fifth in range(5):
         pairs = zip((b[fifth] for b in found), (b[fifth] for b in plain), strict=True)
@@ -258,7 +258,7 @@ def main(
 
     plain = next(iter(RULES))
     print(f"\n{batches} iterations of {size} episodes. Bias: the mean value less that of the first")
-    print("rule, in that fifth of the exact values where it is the most standard errors.\n")
+    print("rule, in the fifth of the exact values where it is the most standard errors.\n")
     print("| rule | tokens | of the first | bias | rms error of values | cosine | less the first |")
     print("|---|---|---|---|---|---|---|")
     for name, found in cosines.items():

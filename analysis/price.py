@@ -2,9 +2,9 @@
 
     python -m analysis.price            makes the runs that are missing (hours); docs/credit.md
 
-Embedded task, three seeds, every scheme at the best of the learning rates given below: that at
-which most seeds get there, and of those the one with the fewest tokens. Where a seed does not get
-there in its schedule, the table says so.
+Embedded task, three seeds, every scheme at the best of its learning rates below: the one at which
+most seeds reach 0.8 and, among equals, the one with the fewest tokens. The table marks seeds that
+do not reach it in their schedule.
 """
 
 import os

@@ -1337,7 +1337,7 @@ PLANTED = [
     Planted(
         "common/checkpoints.py",
         "settings of another run pass",
-        '        require(not differing, f"{path}: not of this run: {differing}")\n',
+        '        require(not differing, f"{path} has other settings: {differing}")\n',
         "",
     ),
     Planted(

@@ -96,7 +96,7 @@ def test_more_ranks_than_gpus_is_an_error():
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    message = "error: local rank 5 needs a GPU of its own, PyTorch sees 2 here (--nproc-per-node, "
+    message = "error: local rank 5 needs a GPU of its own, PyTorch sees 2 here: see --nproc-per"
     assert done.returncode == 1 and done.stderr.startswith(message)
 
 

@@ -269,7 +269,7 @@ def test_values_and_credit_say_what_they_miss(tmp_path):
         (tmp_path / name / "args.json").write_text(json.dumps(content))
     for arguments, message in (
         (["-m", "analysis.values", "--run", str(tmp_path)], "args.json: no such file"),
-        (["-m", "analysis.values"], "either --run or --model, please"),
+        (["-m", "analysis.values"], "give either --run or --model"),
         (
             ["-m", "analysis.values", "--run", f"{tmp_path}/run", "--iterations", "7"],
             "has checkpoints of [1]",
