@@ -249,7 +249,7 @@ def test_math_split(tmp_path, capsys):
 
 @needs_data
 def test_committed_splits_are_the_smallest_fingerprints():
-    """So nobody picked them."""
+    """So nobody has picked them by hand."""
     with open(f"{ROOT}/tasks/splits.json") as file:
         splits = json.load(file)
     for task, folder, field in (("gsm8k", GSM8K, "question"), ("math", MATH, "problem")):
@@ -538,7 +538,7 @@ def test_sft_and_train_may_share_problems(tmp_path):
 
 
 def test_added_tokens_count():
-    """Their rows are no padding: EOS is often one of them."""
+    """Rows of added tokens are not padding: EOS is often one of them."""
     tokenizer = chain.make_tokenizer()
     tokenizer.add_tokens(["<tool>"])
     assert tokenizer.vocab_size == 34 and engines.count_tokens(tokenizer) == 35

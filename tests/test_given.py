@@ -56,7 +56,7 @@ def test_ranks_that_torchrun_has_not_started(variables, message):
 
 @pytest.mark.slow
 def test_one_process_chooses_no_port():
-    """One that is chosen first and bound later may be another process's by then."""
+    """A port that is chosen first and bound later may be another process's by then."""
     code = "import os; from common import ranks; ranks.set_up(); import torch.distributed as dist\n"
     code += "store = dist.distributed_c10d._get_default_store()\n"
     code += "print('MASTER_PORT' in os.environ, 'TCP' in str(store.underlying_store))"
@@ -252,7 +252,7 @@ def test_ends_are_those_of_the_files_and_of_no_letter(tmp_path):
 
 @pytest.mark.slow
 def test_architectures():
-    """Sampled and trained alike (docs/models.md, and all of them in the soak)."""
+    """Some are sampled and trained alike; the soak tries all of docs/models.md."""
     try_architectures(*FEW, "--short")
 
 
@@ -309,8 +309,8 @@ def test_a_prompt_is_a_message_and_the_template_s_end_is_learnt():
 
 
 def test_an_answer_is_what_the_template_writes_behind_its_prompt():
-    """Two marks behind it are both learnt; a template that leaves out what came before the answer
-    in earlier turns gives the solution alone."""
+    """Both of two special tokens after it are learnt. A template that writes a past prompt
+    differently gives the solution alone."""
     tokenizer = make_chat_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("<end>", "<t><end>").replace(
         "<t>{% endif", "{% endif"
@@ -388,7 +388,7 @@ def test_responses_that_are_all_empty_say_so():
 
 
 class Wandb:
-    """What of wandb is called: not installed with the rest."""
+    """Stands in for wandb, which is not installed: what the code calls."""
 
     def __init__(self, has_key):
         self.has_key, self.started = has_key, []

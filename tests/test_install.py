@@ -1,4 +1,4 @@
-"""install/install.py on machines that will not do. (The installation itself: test_soak.py.)"""
+"""install/install.py on unsupported machines. (The installation itself: test_soak.py.)"""
 
 import subprocess
 import sys

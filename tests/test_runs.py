@@ -99,7 +99,7 @@ def test_the_best_checkpoint_stays(metrics, best, knows_links, monkeypatch, tmp_
 
 
 def test_a_disk_without_room_is_named_at_the_start(monkeypatch, tmp_path):
-    """Two are kept, a third is in writing, beside them the best one's weights."""
+    """Two are kept, a third is being written, and the best one's weights stay too."""
     ranks.set_up()
     engine = SimpleNamespace(module=torch.nn.Linear(1000, 1000, bias=False))  # 16 MB
     checkpoints = Checkpoints(str(tmp_path), {}, keep=2)
@@ -193,7 +193,7 @@ def checkpoints(tmp_path):
 
 
 class Engine:
-    """What DeepSpeed's does for a checkpoint: it writes a file with torch.save."""
+    """Stands in for a DeepSpeed engine: writes a checkpoint's file with torch.save."""
 
     def __init__(self, size: int):
         self.states = torch.arange(size)
@@ -225,7 +225,7 @@ def replace_in(path, old, new):
 
 
 def cut_manifest(path):
-    """Whole JSON, of some of the files."""
+    """Valid JSON, but of some of the files only."""
     with open(f"{path}/manifest.json") as file:
         manifest = json.load(file)
     del manifest["policy/states.pt"]
@@ -460,7 +460,7 @@ def test_discarded_gradients_leave_nothing_behind(zero_stage, dtype, monkeypatch
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_a_broken_gradient_has_a_broken_norm(zero_stage, dtype, broken, monkeypatch):
-    """So that the check behind the step sees it."""
+    """So that the check after the step sees it."""
     partition_all(monkeypatch)
     engine = tiny_engine(zero_stage, dtype)
     for factor in (1.0, broken):

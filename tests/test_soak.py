@@ -124,7 +124,7 @@ def test_a_sigterm_that_one_rank_gets_ends_all_of_them(sft_model, tmp_path):
 
 
 def test_the_seed_decides_the_initial_weights(tmp_path):
-    """A step of almost nothing leaves them as they were drawn."""
+    """After a tiny step the weights are still those that were drawn."""
     options = ["--num-epochs", "0.0016", "--learning-rate", "1e-12", "--eval-every", "0"]
     call("sft.py", "--seed", "2", *options, "--output-dir", str(tmp_path))
     torch.manual_seed(2)
@@ -310,7 +310,7 @@ def test_a_folder_that_is_not_shared_is_refused(sft_model, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("script", ["ppo", "grpo", "rloo", "restem", "dpo_pos"])
 def test_defaults_on_any_number_of_ranks(script, ranks, embedded, tmp_path):
-    """And the method learns something: pass@1 on validation problems is above 0.13 at least once.
+    """The method also learns something: pass@1 on validation problems is above 0.13 at least once.
     (The SFT checkpoint's is 0.10; what each method reaches is in docs/results.md.)"""
     model, folder = str(embedded), str(tmp_path / "run")
     call(f"{script}.py", "--model", model, "--output-dir", folder, ranks=ranks)
