@@ -122,9 +122,9 @@ def say_dropped(all_of_them: int, kept: int) -> None:
 
 
 def encode(problems: list[Problem], tokenizer, as_chat: bool = False) -> list[list[int]]:
-    """Prompts become ids only here, so the start token BOS is added only here, if the tokenizer has
-    one. Raises UsageError for a prompt that has one already, that contains the end token EOS, or of
-    which the tokenizer makes no token."""
+    """Prompts become ids only here, so the start token BOS is added only here, if the tokenizer
+    adds one. Raises UsageError for a prompt that has one already, that contains the end token EOS,
+    or of which the tokenizer makes no token."""
     texts = [problem.prompt for problem in problems]
     for text in texts:
         what = f"the prompt {text!r:.60} contains the EOS token: remove it from the data"

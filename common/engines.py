@@ -13,7 +13,7 @@ from given import model as given
 
 
 def dtype_of(args) -> str:
-    has_bfloat16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)  # no T4 has it
+    has_bfloat16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)  # not on a T4
     auto = "bfloat16" if has_bfloat16 else "float32"
     return auto if args.dtype == "auto" else args.dtype
 

@@ -24,7 +24,7 @@ SHOWN = {
     **{"policy/weight_distance": "weights moved", "policy/sampler_gap": "sampler gap"},
 }
 # A run stops when the mean over tokens of |log-prob of the sampler - of the trainer| is above this,
-# 1,000 times what different kernels cause. (A learning rate of 1e-6 in bfloat16 takes long to.)
+# 1,000 times what different kernels cause. (In bfloat16 one missed update at 1e-6 is below it.)
 MAX_SAMPLER_GAP = {"float32": 1e-4, "bfloat16": 0.1}
 
 

@@ -105,7 +105,7 @@ class Sampler:
         # Requests get no seeds. From a seed s, vLLM gives the n samples the seeds s, s + 1, ..., so
         # neighbouring requests would share their noise; and on a CPU seeded requests crash the
         # engine when it cuts a prefill.
-        first = dist.get_rank() // self.size * self.size  # rank of this engine
+        first = dist.get_rank() // self.size * self.size  # this engine's first rank
         number = ranks.seed_of(*seed, first)
         torch.manual_seed(number)  # for the CPU; on a GPU vLLM uses numpy and random
         np.random.seed(number % 2**32)
