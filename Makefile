@@ -1,11 +1,11 @@
 # make demo      see VinePPO learn: set-up, SFT, training, held-out accuracy before and after
 # make test      all tests (six minutes)      make soak   the long trials     make quick   without engines
 # make compare   every method, a grid of learning rates, three seeds; hours
-# make compare-quick   one seed at the scripts' own learning rates; quarter of an hour
-# make figures   value accuracy, K, temperature, from the runs of either; an hour
+# make compare-quick   one seed at the scripts' own learning rates; a quarter of an hour
+# make figures   value accuracy, K, temperature, from the runs of either of these; an hour
 # make diff A=ppo B=vineppo   two scripts side by side, as a page; any pair of them
 # make bench     where an iteration's time goes, and against TRL; half an hour
-# make gpu-check what only a GPU can show, on a machine that has one; ten minutes
+# make gpu-check tests that need a GPU; ten minutes
 # make install   the set-up alone: .venv with what this machine needs
 PYTHON ?= python3
 
@@ -13,7 +13,7 @@ PYTHON ?= python3
 demo: .venv/installed
 	.venv/bin/python -m recipes.demo
 
-# two processes with a thread each, a file of tests in one of them
+# two processes with one thread each; all tests of a file run in the same process
 PYTEST = OMP_NUM_THREADS=1 TEST_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile
 
 quick: .venv/installed

@@ -1,10 +1,10 @@
-"""DPO-Positive: prefer right responses to wrong ones, and never let the right ones become rarer.
+"""DPO-Positive: prefer right responses to wrong ones, without making the right ones rarer.
 
     d(y) = log policy(y) - log ref(y)      ref: the SFT checkpoint; log-probs summed over tokens
     z = d(right) - d(wrong) - penalty * max(0, -d(right))
     loss = - mean over pairs of log sigmoid(beta * z)                  Pal et al.; paper, Eq. 18
-           A pair is a right and a wrong response to one prompt, sampled from ref. (The paper prints
-           the penalty outside of beta; its code, and Pal et al., have it inside, as here.)
+           A pair is a right and a wrong response to one prompt, sampled from ref. (In the paper the
+           penalty is not multiplied by beta; in its code, in Pal et al. and here it is.)
 
     python dpo_pos.py                                    embedded task, one process, CPU or GPU
     torchrun --nproc-per-node 8 dpo_pos.py               eight ranks; docs/dpo_pos.md has more
@@ -12,8 +12,8 @@
 Shapes: P prompts, G responses per prompt, B = P * G, T tokens of the longest response,
 L tokens of the longest prompt + response, M pairs of a minibatch.
 Tensors of tokens are (B, T): response only, padded on the right, index t = response token t.
-b_ is the whole batch, mb_ a minibatch; every rank has all of both. Ranks share the work inside of
-common/; small letters in shapes are parts of a batch.
+Variables: b_ is the whole batch, mb_ a minibatch. Every rank (process) holds all of both; common/
+divides the work among the ranks. A small letter in a shape, such as b, is a part of the batch.
 
 Left out on purpose: label smoothing, further rounds of sampling, de-duplication of responses.
 """
@@ -39,34 +39,35 @@ from common import batches, data, engines, flags, grading, ranks, run, sampling
 class Args(flags.Training):
     # sampling
     num_prompts: int = 20
-    """all ranks, sampled once"""
+    """prompts, over all ranks (processes); they are sampled once, before training"""
     group_size: int = 64
-    """responses per prompt (TRL: num_generations, verl: rollout.n)"""
+    """responses sampled for each prompt (TRL: num_generations, verl: rollout.n)"""
     max_response_len: int = 80
-    """tokens, EOS included"""
+    """most tokens of a response, the end token EOS included; one that is cut off has reward 0"""
     temperature: float = 0.6
-    """of sampling, and of every log-prob of the trainer"""
+    """logits are divided by this, in sampling and in training; higher: more varied responses"""
     top_p: float = 1.0
-    """nucleus sampling; below 1 the sampler's distribution is not the trainer's"""
+    """nucleus sampling: only the likeliest tokens of this total probability; training ignores it"""
 
     # optimisation
     learning_rate: float = 7.5e-6
-    """peak, after a linear warm-up; then linear to 0"""
+    """the highest learning rate, at the end of a linear warm-up; then it falls to 0"""
     warmup_fraction: float = 0.03
-    """of all gradient steps"""
+    """share of all gradient steps in which the learning rate rises"""
     update_epochs: int = 3
-    """passes over the pairs"""
+    """training passes over the pairs"""
     minibatch_size: int = 16
-    """pairs per gradient step, all ranks"""
+    """pairs per gradient step, over all ranks"""
     max_grad_norm: float = 1.0
+    """gradients of a larger norm are scaled down to this one"""
 
     # preference loss
     beta: float = 0.1
-    """weight of the log-ratios to the SFT checkpoint"""
+    """scale of the log-ratios: higher keeps the policy closer to the SFT checkpoint"""
     penalty: float = 50.0
-    """weight of what a right response lost against the SFT checkpoint (lambda); 0 is plain DPO"""
+    """penalty (lambda) on right responses that become rarer than at the start; 0 is plain DPO"""
     max_pairs: int = 64
-    """pairs of a prompt, drawn from all right x wrong ones"""
+    """most pairs of a prompt, drawn from all of a right and a wrong response"""
 
     # evaluation and checkpoints
     eval_every: int = 40
@@ -75,16 +76,16 @@ class Args(flags.Training):
     """gradient steps between checkpoints; the last one always has one"""
 
     def __post_init__(self) -> None:
-        flags.require(self.group_size > 1, "--group-size 1: a pair needs two responses")
+        flags.require(self.group_size > 1, "--group-size must be at least 2, for a pair")
 
 
-PART = 1024  # prompts that are sampled at a time; what is sampled is written down
+PART = 1024  # prompts sampled at a time, then written to a file
 
 
 # ==== 3. pairs ====================================================================================
 def make_pairs(rewards: list[float], max_pairs: int, seed: int) -> list[tuple[int, int]]:
-    """(right, wrong) indices of a prompt's responses: at most `max_pairs` of all that there are,
-    drawn without repeats; none where all responses are right, or all wrong."""
+    """(right, wrong) indices of a prompt's responses: at most `max_pairs`, drawn without repeats
+    from all such pairs; none where all responses are right, or all wrong."""
     right = [i for i, reward in enumerate(rewards) if reward == 1]
     wrong = [i for i, reward in enumerate(rewards) if reward != 1]
     pairs = [(one, other) for one in right for other in wrong]
@@ -99,13 +100,12 @@ def compute_logprobs(
     response_mask: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. The one place
-    where logits are shifted against tokens; padding is on the right, where attention never looks.
-    """
+    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. Logits are
+    shifted against tokens only here. Padding is on the right, so causal attention never sees it."""
     output = model(input_ids, output_hidden_states=True, logits_to_keep=1, use_cache=False)
     row, t = response_mask.nonzero(as_tuple=True)  # (N,), (N,): the N response tokens
     position = prompt_lens[row] + t
-    hidden = output.hidden_states[-1][row, position - 1]  # (N, H): a token is predicted one before
+    hidden = output.hidden_states[-1][row, position - 1]  # (N, H): the position before predicts it
     logprobs = engines.score(model, hidden, input_ids[row, position], temperature)
     return torch.zeros_like(response_mask).index_put((row, t), logprobs)
 
@@ -133,14 +133,14 @@ def compute_dpo_positive_loss(
 
 
 def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction: float) -> float:
-    """Linear warm-up, then linear to 0. (The official warm-up is logarithmic.)"""
+    """Rises linearly to the peak, then falls linearly to 0. (The official rise is logarithmic.)"""
     warmup = max(1, math.ceil(warmup_fraction * num_updates))
     return peak * min((update + 1) / warmup, (num_updates - update) / max(1, num_updates - warmup))
 
 
 # ==== 5. set-up ===================================================================================
 def main(args: Args) -> None:
-    # flags and files first: a mistake should not wait for the engines
+    # flags and files first, so that a mistake shows before the engines start
     _, world_size, device = ranks.set_up()
     flags.check(args)
     logger = run.Run(__file__, args)
@@ -152,13 +152,13 @@ def main(args: Args) -> None:
 
     model = engines.load_model(args, tokenizer)
     sampler = sampling.Sampler(args, tokenizer)
-    ref_model = copy.deepcopy(model)  # stays on the host
+    ref_model = copy.deepcopy(model)  # stays in the CPU's memory
     policy = engines.initialize(model, args)
     trained = {"policy": policy}
-    args = replace(args, num_prompts=min(args.num_prompts, len(problems)))  # none twice
+    args = replace(args, num_prompts=min(args.num_prompts, len(problems)))  # no prompt twice
 
     # ==== 5.1 start, or go on from the newest checkpoint ==========================================
-    start = logger.open(trained, 0)  # its gradient steps are not known yet
+    start = logger.open(trained, 0)  # the number of gradient steps is not known yet
 
     # ==== 6.1 draw prompts: each stands G times in a row ==========================================
     drawn = ranks.draw(len(problems), 0, args.num_prompts, args.seed)
@@ -166,7 +166,7 @@ def main(args: Args) -> None:
     b_prompt_ids = [prompts[index] for index in b_problem]
     b_answer = [problems[index].answer for index in b_problem]
 
-    # ==== 6.2 sample responses, or read those that a run to be resumed has sampled; 6.3 rewards ===
+    # ==== 6.2 sample responses, or read those that a resumed run has sampled; 6.3 rewards =========
     # In parts, and ids as arrays: lists of the paper's 736,000 responses take 13 GB on each rank.
     b_response_ids, b_rewards = [], []
     for number, first in enumerate(range(0, args.num_prompts, PART)):
@@ -174,7 +174,7 @@ def main(args: Args) -> None:
         path = os.path.join(logger.folder, f"samples_{number:04d}.json")
         if args.resume == "no" or not ranks.from_main(functools.partial(os.path.exists, path)):
             logger.phase("sample")
-            sampler.llm.reset_prefix_cache()  # a resumed run has no keys and values of other parts
+            sampler.llm.reset_prefix_cache()  # a resumed run has no cache of other parts
             groups = sampler.generate(
                 [prompts[index] for index in part],
                 n=args.group_size,
@@ -204,7 +204,7 @@ def main(args: Args) -> None:
         made = make_pairs(rewards, args.max_pairs, seed)
         pairs += [(first + right, first + wrong) for right, wrong in made]
     flags.require(
-        pairs, f"no prompt of {args.num_prompts} has right and wrong responses: nothing to learn"
+        pairs, f"no prompt of {args.num_prompts} has right and wrong responses: raise --group-size"
     )
 
     # ==== 6.4 sequences ===========================================================================
@@ -232,7 +232,7 @@ def main(args: Args) -> None:
             rows = [pairs[pair][side] for side in (0, 1) for pair in mine]  # right ones first
             inputs = batch.take(rows)
             logprobs = compute_logprobs(policy, *inputs, args.temperature)  # (2m, T)
-            # in the same pass, so that rounding is the same too: they are equal at the start
+            # in the same pass, so that both round alike and are equal at the start
             with torch.no_grad():
                 ref_logprobs = compute_logprobs(ref_model, *inputs, args.temperature)
             losses, logs = compute_dpo_positive_loss(
@@ -243,7 +243,7 @@ def main(args: Args) -> None:
             )
             loss = losses.sum() * weight / args.minibatch_size
             policy.set_gradient_accumulation_boundary(i == len(passes) - 1)
-            policy.backward(loss * world_size)  # DeepSpeed takes the mean over ranks
+            policy.backward(loss * world_size)  # DeepSpeed averages over ranks
             sums = {name: x.detach().sum() * weight for name, x in logs.items()}
             sums["loss/dpo"] = losses.detach().sum() * weight
             mb_sums = {name: mb_sums.get(name, 0) + x for name, x in sums.items()}

@@ -1,7 +1,7 @@
 """pass@1 of a checkpoint: the share of right responses, over problems and rounds.
 
-    pass@1 = mean over problems of (right responses / rounds); the interval is a bootstrap over
-    problems, which are the sample: more rounds do not make it much narrower, more problems do
+    pass@1 = mean over problems of (right responses / rounds)
+    Its 95 % interval is a bootstrap over problems: more problems narrow it, more rounds hardly do.
 
     python evaluate.py --model runs/vineppo-chain-seed1/hf
     torchrun --nproc-per-node 8 evaluate.py --model CHECKPOINT --task gsm8k --data-dir FOLDER
@@ -26,18 +26,21 @@ from mathequal import worker
 @dataclass
 class Args(flags.Model, flags.Sampler):
     split: Literal["train", "validation", "test"] = "test"
+    """which problems"""
     num_problems: int = 0
-    """the first ones of the split; 0: all"""
+    """how many of the split, the first ones; 0: all"""
     rounds: int = 16
     """responses per problem"""
     temperature: float = 0.35
+    """logits are divided by this; higher: more varied responses"""
     top_p: float = 1.0
+    """nucleus sampling: only the likeliest tokens of this total probability; 1: all tokens"""
     max_response_len: int = 80
-    """tokens, EOS included"""
+    """most tokens of a response, the end token EOS included; one that is cut off counts as wrong"""
     gpu_memory_utilization: float = 0.8
-    """share of a GPU's memory for vLLM"""
+    """share of a GPU's memory for vLLM; lower it when memory runs out"""
     output: str = ""
-    """a JSON file for the result and the score of each problem"""
+    """JSON file to write the result and each problem's score to"""
 
 
 def bootstrap_interval(

@@ -1,10 +1,10 @@
-"""RestEM: fine-tune on the sampled responses that are right, from the start again each time.
+"""RestEM: sample, keep the right responses, fine-tune the SFT checkpoint on them, and again.
 
     data = responses of the newest policy with reward 1                      Singh et al.; App. C.5
     loss = - mean over data of the mean over tokens of log policy(token)     Eq. 19, tokens averaged
-           policy: the SFT checkpoint again in each iteration
-    newest policy = the last of its checkpoints, step 0 included, up to which accuracy on validation
-           problems has risen strictly
+           each iteration starts again from the SFT checkpoint
+    newest policy = found by a walk along its checkpoints, from step 0: the last one before accuracy
+           on validation problems first fails to rise
 
     python restem.py                                     embedded task, one process, CPU or GPU
     torchrun --nproc-per-node 8 restem.py                eight ranks; docs/restem.md has more
@@ -12,8 +12,8 @@
 Shapes: P prompts, G responses per prompt, B = P * G, T tokens of the longest response,
 L tokens of the longest prompt + response.
 Tensors of tokens are (B, T): response only, padded on the right, index t = response token t.
-b_ is the whole batch, mb_ a minibatch; every rank has all of both. Ranks share the work inside of
-common/; small letters in shapes are parts of a batch.
+Variables: b_ is the whole batch, mb_ a minibatch. Every rank (process) holds all of both; common/
+divides the work among the ranks. A small letter in a shape, such as b, is a part of the batch.
 
 Left out on purpose: advantages, KL, de-duplication of responses, a limit per prompt.
 """
@@ -35,46 +35,47 @@ from common import batches, data, engines, flags, grading, ranks, run, sampling
 class Args(flags.Training):
     # sampling
     num_prompts: int = 40
-    """per iteration, all ranks"""
+    """prompts of an iteration, over all ranks (processes)"""
     group_size: int = 8
-    """responses per prompt (TRL: num_generations, verl: rollout.n)"""
+    """responses sampled for each prompt (TRL: num_generations, verl: rollout.n)"""
     max_response_len: int = 80
-    """tokens, EOS included"""
+    """most tokens of a response, the end token EOS included; one that is cut off has reward 0"""
     temperature: float = 0.6
-    """of sampling, and of every log-prob of the trainer"""
+    """logits are divided by this, in sampling and in training; higher: more varied responses"""
     top_p: float = 1.0
-    """nucleus sampling; below 1 the sampler's distribution is not the trainer's"""
+    """nucleus sampling: only the likeliest tokens of this total probability; training ignores it"""
 
     # optimisation
     num_iterations: int = 4
-    """each samples, then fine-tunes the SFT checkpoint; the learning rate falls to 0 in each"""
+    """rounds of sampling, then fine-tuning from the SFT checkpoint; each has its own schedule"""
     learning_rate: float = 6e-5
-    """peak, after a linear warm-up"""
+    """the highest learning rate, at the end of a linear warm-up; then it falls to 0"""
     warmup_fraction: float = 0.03
-    """of an iteration's gradient steps"""
+    """share of an iteration's gradient steps in which the learning rate rises"""
     update_epochs: int = 8
-    """passes over an iteration's right responses"""
+    """training passes over an iteration's right responses"""
     minibatch_size: int = 16
-    """responses per gradient step, all ranks"""
+    """responses per gradient step, over all ranks"""
     max_grad_norm: float = 1.0
+    """gradients of a larger norm are scaled down to this one"""
 
     # evaluation and checkpoints
     eval_every: int = 10
-    """gradient steps between the checkpoints of the walk"""
+    """gradient steps between evaluations; training stops at the first that is not a new best"""
     save_every: int = 1
     """iterations between checkpoints; the last iteration always has one"""
 
     def __post_init__(self) -> None:
-        flags.require(self.eval_every > 0, "--eval-every 0: the walk needs checkpoints to evaluate")
+        flags.require(self.eval_every > 0, "--eval-every must be at least 1, to select weights")
         flags.require(
             self.zero_stage < 3,
-            "--zero-stage 3: the walk goes back to whole weights; take 0 or 2",
+            "--zero-stage 3: RestEM reloads whole weights, which stage 3 splits; take 0 or 2",
         )
 
 
 # ==== 3. selection ================================================================================
 def select_checkpoint(accuracies: list[float]) -> int:
-    """The walk: index of the last of the first accuracies that rise strictly, one after another."""
+    """The walk: go on from the first accuracy while the next one is higher; where it ends."""
     chosen = 0
     while chosen + 1 < len(accuracies) and accuracies[chosen + 1] > accuracies[chosen]:
         chosen += 1
@@ -89,13 +90,12 @@ def compute_logprobs(
     response_mask: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. The one place
-    where logits are shifted against tokens; padding is on the right, where attention never looks.
-    """
+    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. Logits are
+    shifted against tokens only here. Padding is on the right, so causal attention never sees it."""
     output = model(input_ids, output_hidden_states=True, logits_to_keep=1, use_cache=False)
     row, t = response_mask.nonzero(as_tuple=True)  # (N,), (N,): the N response tokens
     position = prompt_lens[row] + t
-    hidden = output.hidden_states[-1][row, position - 1]  # (N, H): a token is predicted one before
+    hidden = output.hidden_states[-1][row, position - 1]  # (N, H): the position before predicts it
     logprobs = engines.score(model, hidden, input_ids[row, position], temperature)
     return torch.zeros_like(response_mask).index_put((row, t), logprobs)
 
@@ -103,20 +103,20 @@ def compute_logprobs(
 def compute_sft_loss(
     logprobs: torch.Tensor, response_mask: torch.Tensor, num_responses: int
 ) -> torch.Tensor:
-    """A micro-batch's part of its minibatch's loss: (b, T) -> (). A response weighs the same, long
-    or short; `num_responses` counts the whole minibatch, all ranks and micro-batches."""
+    """A micro-batch's part of its minibatch's loss: (b, T) -> (). Long and short responses weigh
+    the same; `num_responses` counts the whole minibatch, over all ranks and micro-batches."""
     return -(logprobs.sum(dim=1) / response_mask.sum(dim=1)).sum() / num_responses
 
 
 def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction: float) -> float:
-    """Linear warm-up, then linear to 0. (The official warm-up is logarithmic.)"""
+    """Rises linearly to the peak, then falls linearly to 0. (The official rise is logarithmic.)"""
     warmup = max(1, math.ceil(warmup_fraction * num_updates))
     return peak * min((update + 1) / warmup, (num_updates - update) / max(1, num_updates - warmup))
 
 
 # ==== 5. set-up ===================================================================================
 def main(args: Args) -> None:
-    # flags and files first: a mistake should not wait for the engines
+    # flags and files first, so that a mistake shows before the engines start
     _, world_size, device = ranks.set_up()
     flags.check(args)
     logger = run.Run(__file__, args)
@@ -128,11 +128,11 @@ def main(args: Args) -> None:
 
     model = engines.load_model(args, tokenizer)
     sampler = sampling.Sampler(args, tokenizer)
-    ref_model = copy.deepcopy(model)  # stays on the host
-    args = replace(args, num_prompts=min(args.num_prompts, len(problems)))  # none twice
+    ref_model = copy.deepcopy(model)  # stays in the CPU's memory
+    args = replace(args, num_prompts=min(args.num_prompts, len(problems)))  # no prompt twice
 
     # ==== 5.1 start, or go on from the newest checkpoint ==========================================
-    start = logger.open({}, args.num_iterations)  # an iteration needs the last one's weights only
+    start = logger.open({}, args.num_iterations)  # only weights pass from one to the next
     if start:
         model = engines.load_model(args, tokenizer, f"{logger.checkpoints.path(start)}/hf")
     sampler.wake(model.to(device))
@@ -161,7 +161,7 @@ def main(args: Args) -> None:
         b_response_ids = [sample.ids for sample in samples]
         metrics |= sampling.describe(samples)
 
-        # ==== 6.3 rewards (B,): 1 for a right answer; a response that was cut off never has one ===
+        # ==== 6.3 rewards (B,): 1 if the answer is right and the response not cut off, else 0 =====
         logger.phase("grade")
         b_rewards = torch.tensor(grading.grade_all(tokenizer, samples, b_answer, task.grading_rule))
         metrics["rollout/reward"] = b_rewards.mean().item()
@@ -181,8 +181,8 @@ def main(args: Args) -> None:
         # ==== 6.5 start again: the SFT checkpoint, a new optimizer ================================
         logger.phase("restart")
         sampler.sleep()
-        policy = model = loss = None  # the loss holds its graph, the graph the weights
-        gc.collect()  # the last engine goes before the next one comes
+        policy = model = loss = None  # the loss holds its graph, which holds weights
+        gc.collect()  # frees the last engine before the next one is made
         model = engines.load_model(args, tokenizer)
         policy = engines.initialize(model, args)
 
@@ -214,7 +214,7 @@ def main(args: Args) -> None:
                 logprobs = compute_logprobs(policy, *inputs, args.temperature)
                 loss = compute_sft_loss(logprobs, inputs[-1], mb_size) * weight
                 policy.set_gradient_accumulation_boundary(i == len(passes) - 1)
-                policy.backward(loss * world_size)  # DeepSpeed takes the mean over ranks
+                policy.backward(loss * world_size)  # DeepSpeed averages over ranks
                 total += loss.detach().cpu()
             dist.all_reduce(total)
             lr = learning_rate_at(update, num_updates, args.learning_rate, args.warmup_fraction)
@@ -232,7 +232,7 @@ def main(args: Args) -> None:
         done = iteration + 1
         is_last = done == args.num_iterations
         metrics |= run.mean_of(updates)
-        metrics["eval/pass@1"] = max(accuracies)  # of the chosen one: they rose up to it
+        metrics["eval/pass@1"] = max(accuracies)  # the chosen one's: accuracy rose up to it
         metrics["walk/kept"] = len(kept)
         metrics["walk/updates"] = len(updates)
         metrics["walk/evaluations"] = len(accuracies)

@@ -1,7 +1,7 @@
 """RLOO: a response is judged by the mean reward of the other responses to its prompt.
 
     A = R - mean(rewards of the other G - 1)  for all tokens of a response          Ahmadian et al.
-        It is VinePPO with a single step, whose state is valued by the other responses.
+        This is VinePPO with one step, whose state is valued by the other responses.
     loss = clipped surrogate(A) + kl_coef * KL(policy, SFT checkpoint)               paper, App. A
 
     python rloo.py                                       embedded task, one process, CPU or GPU
@@ -10,8 +10,8 @@
 Shapes: P prompts, G responses per prompt, B = P * G, T tokens of the longest response,
 L tokens of the longest prompt + response.
 Tensors of tokens are (B, T): response only, padded on the right, index t = response token t.
-b_ is the whole batch, mb_ a minibatch; every rank has all of both. Ranks share the work inside of
-common/; small letters in shapes are parts of a batch.
+Variables: b_ is the whole batch, mb_ a minibatch. Every rank (process) holds all of both; common/
+divides the work among the ranks. A small letter in a shape, such as b, is a part of the batch.
 
 Left out on purpose: value network, reward model, LoRA, entropy bonus, adaptive KL, async sampling.
 """
@@ -32,38 +32,40 @@ from common import batches, data, engines, flags, grading, ranks, run, sampling,
 class Args(flags.Training):
     # sampling
     num_prompts: int = 8
-    """per iteration, all ranks"""
+    """prompts of an iteration, over all ranks (processes)"""
     group_size: int = 8
-    """responses per prompt (TRL: num_generations, verl: rollout.n)"""
+    """responses sampled for each prompt (TRL: num_generations, verl: rollout.n)"""
     max_response_len: int = 80
-    """tokens, EOS included"""
+    """most tokens of a response, the end token EOS included; one that is cut off has reward 0"""
     temperature: float = 0.6
-    """of sampling, and of every log-prob of the trainer"""
+    """logits are divided by this, in sampling and in training; higher: more varied responses"""
     top_p: float = 1.0
-    """nucleus sampling; below 1 the sampler's distribution is not the trainer's"""
+    """nucleus sampling: only the likeliest tokens of this total probability; training ignores it"""
 
     # optimisation
     num_iterations: int = 20
-    """each samples, then updates; the learning rate falls to 0 over them"""
+    """rounds of sampling, then training; the learning rate falls to 0 over all of them"""
     learning_rate: float = 6e-5
-    """peak, after a linear warm-up"""
+    """the highest learning rate, at the end of a linear warm-up"""
     warmup_fraction: float = 0.03
-    """of all gradient steps"""
+    """share of all gradient steps in which the learning rate rises"""
     update_epochs: int = 2
-    """passes over an iteration's responses (TRL: num_iterations, verl: ppo_epochs)"""
+    """training passes over an iteration's responses (TRL: num_iterations, verl: ppo_epochs)"""
     minibatch_size: int = 16
-    """responses per gradient step, all ranks (verl: ppo_mini_batch_size * rollout.n)"""
+    """responses per gradient step, over all ranks (verl: ppo_mini_batch_size * rollout.n)"""
     max_grad_norm: float = 1.0
+    """gradients of a larger norm are scaled down to this one"""
 
     # policy loss
     clip_coef: float = 0.2
+    """PPO's clip: no gain where a token's probability ratio moves further from 1 than this"""
     kl_coef: float = 1e-4
-    """times the mean over responses of the SUM over tokens of the KL estimate"""
+    """weight of the KL to the SFT checkpoint: a SUM over tokens, then a mean over responses"""
 
     # advantage estimation: no flags of its own
 
     def __post_init__(self) -> None:
-        flags.require(self.group_size >= 2, "--group-size 1: a group of one says nothing")
+        flags.require(self.group_size >= 2, "--group-size must be at least 2, to compare responses")
 
 
 # ==== 3. advantages ===============================================================================
@@ -98,13 +100,12 @@ def compute_logprobs(
     response_mask: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. The one place
-    where logits are shifted against tokens; padding is on the right, where attention never looks.
-    """
+    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. Logits are
+    shifted against tokens only here. Padding is on the right, so causal attention never sees it."""
     output = model(input_ids, output_hidden_states=True, logits_to_keep=1, use_cache=False)
     row, t = response_mask.nonzero(as_tuple=True)  # (N,), (N,): the N response tokens
     position = prompt_lens[row] + t
-    hidden = output.hidden_states[-1][row, position - 1]  # (N, H): a token is predicted one before
+    hidden = output.hidden_states[-1][row, position - 1]  # (N, H): the position before predicts it
     logprobs = engines.score(model, hidden, input_ids[row, position], temperature)
     return torch.zeros_like(response_mask).index_put((row, t), logprobs)
 
@@ -122,16 +123,15 @@ def compute_policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A micro-batch's part of its minibatch's loss, and sums over its tokens for the log.
 
-    Tensors are (b, T). The denominators count the whole minibatch, all ranks and micro-batches, so
-    the gradient does not depend on how it was cut: tokens for the surrogate, responses for the KL.
-    """
+    Tensors are (b, T). The surrogate is divided by the tokens, the KL by the responses of the whole
+    minibatch, so the gradient does not depend on how ranks and micro-batches cut it."""
     logratio = new_logprobs - old_logprobs
     ratio = logratio.exp()
     clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     surrogate = torch.min(advantages * ratio, advantages * clipped)
-    # KL to the reference, k3, summed over tokens as in Eq. 8: a mean over tokens would be weaker by
-    # the response's length. Its gradient on samples of the policy is that of KL(reference, policy).
-    # Clamped to 10 as in the official code; the clamp of d keeps exp finite where that one is flat.
+    # KL to the reference (the estimator k3), summed over tokens as in Eq. 8: a mean would be weaker
+    # by the response's length. On samples of the policy its gradient is that of KL(reference,
+    # policy). Clamped to 10 as in the official code; clamping d first keeps exp finite.
     d = (ref_logprobs - new_logprobs).clamp(-20, 20)
     kl = (d.exp() - d - 1).clamp(0, 10)
     loss = kl_coef * (kl * response_mask).sum() / num_responses
@@ -148,14 +148,14 @@ def compute_policy_loss(
 
 
 def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction: float) -> float:
-    """Linear warm-up, then linear to 0. (The official warm-up is logarithmic.)"""
+    """Rises linearly to the peak, then falls linearly to 0. (The official rise is logarithmic.)"""
     warmup = max(1, math.ceil(warmup_fraction * num_updates))
     return peak * min((update + 1) / warmup, (num_updates - update) / max(1, num_updates - warmup))
 
 
 # ==== 5. set-up ===================================================================================
 def main(args: Args) -> None:
-    # flags and files first: a mistake should not wait for the engines
+    # flags and files first, so that a mistake shows before the engines start
     _, world_size, device = ranks.set_up()
     num_responses = args.num_prompts * args.group_size  # B
     flags.check(args, num_responses)
@@ -168,7 +168,7 @@ def main(args: Args) -> None:
 
     model = engines.load_model(args, tokenizer)
     sampler = sampling.Sampler(args, tokenizer)
-    ref_model = copy.deepcopy(model)  # stays on the host
+    ref_model = copy.deepcopy(model)  # stays in the CPU's memory
     policy = engines.initialize(model, args)
     trained = {"policy": policy}
 
@@ -202,7 +202,7 @@ def main(args: Args) -> None:
         b_response_ids = [sample.ids for sample in samples]
         metrics |= sampling.describe(samples)
 
-        # ==== 6.3 rewards (B,): 1 for a right answer; a response that was cut off never has one ===
+        # ==== 6.3 rewards (B,): 1 if the answer is right and the response not cut off, else 0 =====
         logger.phase("grade")
         b_rewards = torch.tensor(grading.grade_all(tokenizer, samples, b_answer, task.grading_rule))
         metrics["rollout/reward"] = b_rewards.mean().item()
@@ -226,7 +226,7 @@ def main(args: Args) -> None:
 
         # ==== 6.6 reference log-probs (B, T); update: epochs x minibatches x micro-batches ========
         logger.phase("logprobs")
-        sampler.sleep()  # or a GPU may have no room for the reference model
+        sampler.sleep()  # else a GPU may have no room for the reference model
         with engines.lend(ref_model, device):
             ref_logprobs = batch.map(lambda *x: compute_logprobs(ref_model, *x, args.temperature))
         record = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
@@ -258,7 +258,7 @@ def main(args: Args) -> None:
                         args.kl_coef,
                     )
                     policy.set_gradient_accumulation_boundary(i == len(passes) - 1)
-                    policy.backward(loss * world_size)  # DeepSpeed takes the mean over ranks
+                    policy.backward(loss * world_size)  # DeepSpeed averages over ranks
                     mb_sums = {name: mb_sums.get(name, 0) + x for name, x in sums.items()}
                 totals = torch.stack(list(mb_sums.values())).cpu()
                 dist.all_reduce(totals)

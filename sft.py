@@ -5,9 +5,9 @@
     python sft.py                                        embedded task and model, one process
     torchrun --nproc-per-node 2 sft.py                   the same on two
 
-Shapes: B problems of a step, T tokens of the longest response (EOS included), L tokens of the
-longest prompt + response. Tensors of tokens are (B, T): response only, padded on the right.
-Every rank has the whole batch; ranks share the work inside of common/.
+Shapes: B problems of a step, T tokens of the longest response (the end token EOS included), L of
+the longest prompt + response. Tensors of tokens are (B, T): response only, padded on the right.
+Every rank (process) holds the whole batch; common/ divides the work among the ranks.
 
 Left out on purpose: packing, LoRA, early stopping.
 """
@@ -28,27 +28,29 @@ from tasks import chain
 @dataclass
 class Args(flags.Model, flags.Run):
     model: str = "embedded"
-    """embedded (a new model for the task chain), a checkpoint folder, or a name on the hub"""
+    """embedded (a small new model for --task chain), a folder, or a name on the Hugging Face hub"""
     output_dir: str = "runs/sft"
-    """the run's folder; the checkpoint is its hf/"""
+    """the run's folder; the trained model is in its hf/"""
 
     # optimisation
     num_epochs: float = 0.72
-    """passes over the problems (0.72 of 40,000 are 450 steps)"""
+    """training passes over the problems (0.72 of 40,000 are 450 steps)"""
     batch_size: int = 64
-    """problems per gradient step, all ranks"""
+    """problems per gradient step, over all ranks (processes)"""
     micro_batch_tokens: int = 8192
-    """tokens of one forward pass, padding included, per rank: decides memory, never results"""
+    """tokens of one forward pass on a rank, a micro-batch; fewer need less memory, same results"""
     learning_rate: float = 3e-3
-    """peak, after a linear warm-up; then linear to 0"""
+    """the highest learning rate, at the end of a linear warm-up; then it falls to 0"""
     warmup_fraction: float = 0.1
-    """of all gradient steps"""
+    """share of all gradient steps in which the learning rate rises"""
     max_grad_norm: float = 1.0
+    """gradients of a larger norm are scaled down to this one"""
 
     # evaluation and checkpoints
     eval_every: int = 150
     """steps between evaluations of the loss on validation problems; 0: never"""
     eval_problems: int = 128
+    """validation problems that are evaluated, the first ones"""
     save_every: int = 150
     """steps between checkpoints; the last step always has one"""
 
@@ -60,23 +62,22 @@ def encode_solutions(
     """(prompt ids, solution ids with EOS) of the problems that have at most `max_len` tokens.
     Raises UsageError when nothing is left."""
     for problem in problems:
-        flags.require(problem.solution, f'no "solution" to learn from for {problem.prompt!r:.60}')
+        flags.require(problem.solution, f"no solution (--solution-field) to {problem.prompt!r:.60}")
         has_eos = tokenizer.eos_token in problem.solution
-        flags.require(not has_eos, f"the solution {problem.solution!r:.60} spells the EOS token")
+        flags.require(not has_eos, f"the solution {problem.solution!r:.60} contains the EOS token")
     prompts = data.encode(problems, tokenizer, as_chat)
     encode = chat.encode_answers if as_chat else encode_behind
     pairs = list(zip(prompts, encode(tokenizer, problems, prompts), strict=True))
     kept = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= max_len]
-    what = f"all {len(pairs)} problems have more than --max-model-len {max_len} tokens"
+    what = f"all {len(pairs)} problems have more than --max-model-len {max_len} tokens: raise it"
     flags.require(kept or not pairs, what)
     data.say_dropped(len(pairs), len(kept))
     return kept
 
 
 def encode_behind(tokenizer, problems: list, prompts: list[list[int]]) -> list[list[int]]:
-    """Each solution behind its prompt, as sampling writes it: some tokenizers put a space mark
-    before a text that stands alone. Only where its first characters would join the last token of
-    the prompt, which sampling has already, it is encoded alone."""
+    """Solutions are encoded after their prompts, since some tokenizers begin a text with a space.
+    One whose first characters would join the prompt's last token is encoded alone."""
     texts, solutions = [problem.prompt + problem.solution for problem in problems], []
     encoded = data.to_ids(tokenizer, texts)
     for problem, text, prompt, ids in zip(problems, texts, prompts, encoded, strict=True):
@@ -84,7 +85,7 @@ def encode_behind(tokenizer, problems: list, prompts: list[list[int]]) -> list[l
         if ids[: len(prompt)] != prompt:
             solution = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
             if tokenizer.decode(prompt + solution[1:], skip_special_tokens=True) == text:
-                solution = solution[1:]  # without the space mark
+                solution = solution[1:]  # without that space
         solutions.append([*solution, tokenizer.eos_token_id])
     return solutions
 
@@ -97,29 +98,28 @@ def compute_logprobs(
     response_mask: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. The one place
-    where logits are shifted against tokens; padding is on the right, where attention never looks.
-    """
+    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. Logits are
+    shifted against tokens only here. Padding is on the right, so causal attention never sees it."""
     output = model(input_ids, output_hidden_states=True, logits_to_keep=1, use_cache=False)
     row, t = response_mask.nonzero(as_tuple=True)  # (N,), (N,): the N response tokens
     position = prompt_lens[row] + t
-    hidden = output.hidden_states[-1][row, position - 1]  # (N, H): a token is predicted one before
+    hidden = output.hidden_states[-1][row, position - 1]  # (N, H): the position before predicts it
     logprobs = engines.score(model, hidden, input_ids[row, position], temperature)
     return torch.zeros_like(response_mask).index_put((row, t), logprobs)
 
 
 def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction: float) -> float:
-    """Linear warm-up, then linear to 0. (The official warm-up is logarithmic.)"""
+    """Rises linearly to the peak, then falls linearly to 0. (The official rise is logarithmic.)"""
     warmup = max(1, math.ceil(warmup_fraction * num_updates))
     return peak * min((update + 1) / warmup, (num_updates - update) / max(1, num_updates - warmup))
 
 
 # ==== 5. set-up ===================================================================================
 def main(args: Args) -> None:
-    # flags and files first: a mistake should not wait for the engines
+    # flags and files first, so that a mistake shows before the engines start
     _, world_size, device = ranks.set_up()
     flags.check(args)
-    what = f"--model embedded knows the characters of --task chain only, not those of {args.task}"
+    what = f"--model embedded is for --task chain only: for {args.task}, name another --model"
     flags.require(args.model != "embedded" or args.task == "chain", what)
     logger = run.Run(__file__, args)
     problems, eval_problems = data.load(args, "sft"), data.load(args, "validation")
@@ -160,7 +160,7 @@ def main(args: Args) -> None:
         for i, (rows, weight) in enumerate(passes):
             loss = compute_loss(batch.take(rows), args.batch_size) * weight
             policy.set_gradient_accumulation_boundary(i == len(passes) - 1)
-            policy.backward(loss * world_size)  # DeepSpeed takes the mean over ranks
+            policy.backward(loss * world_size)  # DeepSpeed averages over ranks
             total += loss.detach().cpu()
         dist.all_reduce(total)
         lr = learning_rate_at(step, num_steps, args.learning_rate, args.warmup_fraction)

@@ -4,9 +4,9 @@ embedded task. No training, some minutes; docs/credit.md has the tables and the 
     python -m analysis.allocation --model runs/sft/hf
     python -m analysis.allocation --model runs/bare/sft/hf  without filler words
 
-A rule gets the responses of an iteration, with all draws from each of their states, and answers
-with a value for each state and with the draws it has used. What a rule may see of the draws decides
-whether its values are fair: tests/test_allocation.py goes through all outcomes.
+A rule gets the responses of an iteration with all draws from each of their states. It returns a
+value for each state, and how many tokens the draws took that it used. Which draws a rule may see
+decides whether its values are fair (unbiased): tests/test_allocation.py checks all outcomes.
 """
 
 import itertools

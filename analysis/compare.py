@@ -4,10 +4,10 @@
     python -m analysis.compare --seeds 1 --no-grid --output runs/quick   one seed, default rates
 
 Each method runs with its defaults, at each learning rate of one grid and with each seed. Where a
-method's best rate (mean over seeds of the last pass@1 on validation problems) lies at an edge, the
-grid goes on there. The runs at the best rates are then evaluated on the test problems.
+method's best rate (mean over seeds of the last pass@1 on validation problems) is at an edge of the
+grid, the grid is extended there. The runs at the best rates are evaluated on the test problems.
 
-A run takes one core (one GPU where there are some); what is finished is not done again.
+A run takes one core (or one GPU). A second call skips what is finished.
 """
 
 import glob
@@ -68,8 +68,8 @@ def threads_of_a_run(jobs: int) -> int:
 
 
 def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
-    """Runs commands, `jobs` at a time; {file for its output: command}. Raises UsageError for the
-    first that fails, after those that run beside it."""
+    """Runs commands, `jobs` at a time; {file for its output: command}. When one fails, waits for
+    those that run beside it, then raises UsageError."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if devices == [""]:
         devices = [str(i) for i in range(torch.cuda.device_count())]
@@ -105,15 +105,15 @@ def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
 
 
 def plan(wanted: list[tuple], folder: str) -> tuple[Runs, dict[str, list[str]]]:
-    """({key: folder of its run}, the commands, as `run_all` takes them, of those that are not
-    finished). Raises UsageError for a run that another command, or SFT checkpoint, has made."""
+    """({key: folder of its run}, the commands of unfinished runs, as `run_all` takes them). Raises
+    UsageError where a folder's run is of another command or SFT checkpoint."""
     with open(f"{SFT}/hf/model.safetensors", "rb") as file:
         weights = hashlib.sha256(file.read()).hexdigest()
     runs, commands = {}, {}
     for key in wanted:
         method, rate, seed, *flags = key
         suffix = "".join(flags).replace("--", "-")
-        name = method.removesuffix("_cheap")  # its flags tell a fork's runs apart
+        name = method.removesuffix("_cheap")  # a fork's runs differ in their flags
         path = runs[key] = f"{folder}/{name}-lr{rate:g}-seed{seed}{suffix}"
         is_fork = method not in METHODS
         command = ["-m", f"experiments.{method}"] if is_fork else [f"{method}.py"]
@@ -134,7 +134,7 @@ def plan(wanted: list[tuple], folder: str) -> tuple[Runs, dict[str, list[str]]]:
 
 
 def drop_engine_states(runs: Runs) -> None:
-    """What only a resume needs; weights stay."""
+    """Deletes what only a resume needs; the weights stay."""
     for path in runs.values():
         for engine in ("policy", "critic"):
             for state in glob.glob(f"{path}/checkpoints/*/{engine}"):
@@ -142,7 +142,7 @@ def drop_engine_states(runs: Runs) -> None:
 
 
 def train(wanted: list[tuple], folder: str, jobs: int, bar: tqdm) -> Runs:
-    """Makes the runs that are not finished yet."""
+    """Runs those that are not finished yet."""
     runs, commands = plan(wanted, folder)
     run_all(commands, jobs, bar)
     drop_engine_states(runs)
@@ -168,10 +168,10 @@ def evaluate(paths: list[str], name: str, options: list[str], jobs: int, bar: tq
 
 
 def read_curve(path: str, start: float) -> list[dict[str, float]]:
-    """A run's evaluations on validation problems, that of the SFT checkpoint (`start`) first:
-    iterations' worth of sampled episodes, gradient steps, seconds of training and tokens
-    sampled (without evaluation, but for RestEM, whose walk needs its own), and the mean reward of
-    the next sampled responses, which are the first of the evaluated policy."""
+    """A run's evaluations on validation problems, that of the SFT checkpoint (`start`) first. Each
+    has the iterations (by sampled episodes), gradient steps, seconds of training and tokens sampled
+    until then (without evaluation, except that of RestEM's walk), and the mean reward of the next
+    sampled responses, the first ones of the evaluated policy."""
     method = os.path.basename(path).split("-")[0]
     with open(f"{path}/args.json") as file:
         args = json.load(file)
@@ -197,7 +197,7 @@ def read_curve(path: str, start: float) -> list[dict[str, float]]:
 
 
 def reach(curve: list[dict[str, float]], target: float, axis: str) -> float:
-    """Where a curve first reaches `target`, on straight lines between evaluations; inf: never."""
+    """Where a curve, straight between evaluations, first reaches `target`; inf: never."""
     if curve[0]["pass@1"] >= target:
         return curve[0][axis]
     for before, after in itertools.pairwise(curve):
@@ -239,7 +239,7 @@ def measure_kl(curves: dict[str, list[dict[str, float]]], temperature: float = 0
 
 
 def spread(values: list[float], form: str = ".3f") -> str:
-    """Mean (lowest to highest), `never` for a seed that does not get there."""
+    """Mean (lowest to highest); `never` for a seed that does not reach the target."""
     reached = [value for value in values if value != float("inf")]
     if not reached:
         return "never"
@@ -326,7 +326,7 @@ def write_results(
     seeds: tuple[int, ...],
     jobs: int,
 ) -> None:
-    """results.md: the part between START and END, what stands around it stays."""
+    """Writes results.md between the marks START and END; the text around them stays."""
     peaks = [max(p["pass@1"] for p in curve) for curve in curves.get("ppo", [])]
     rows = []
     for method, runs in curves.items():
@@ -397,8 +397,8 @@ DPO-Positive's beta and penalty, RestEM's prompts an iteration) were not searche
 
 
 def write_between(path: str, start: str, end: str, text: str, title: str = "") -> None:
-    """Puts `text`, marks included, in its place in a page; what people have written around it
-    stays. A new page has a title."""
+    """Replaces what is between the marks in a page by `text`, which has the marks too; the text
+    around them stays. A new page gets a title."""
     page = title + text
     if os.path.exists(path):
         with open(path) as file:

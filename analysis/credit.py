@@ -1,12 +1,12 @@
-"""Credit, step by step: what VinePPO, PPO and GRPO say of the steps of the same response.
+"""Credit, step by step: the advantages that VinePPO, PPO and GRPO give to the same response.
 
     python -m analysis.credit --run runs/vineppo-chain-seed1
     python -m analysis.credit --run runs/vineppo-chain-seed1 --critic runs/ppo-chain-seed1
 
 (Paper, Figures 1 and H.27 to H.29.) The run's newest checkpoint answers a few training prompts,
 with K rollouts from each state. Three responses are shown, in the terminal and as an HTML page that
-needs no network: of the right ones that with the step that gained most, of the wrong ones that with
-the step that lost most, and any. Advantages are those of the scripts, before whitening:
+needs no network: the right one with the largest gain in a step, the wrong one with the largest
+loss, and one at random. Advantages are those of the scripts, before whitening:
 
     VinePPO   V(s_{i+1}) - V(s_i), measured
     PPO       the mean over the step's tokens of its advantage (R - V_t if gamma = lambda = 1)
@@ -33,16 +33,18 @@ from common.batches import Batch
 @dataclass
 class Args:
     run: str
-    """folder of a run whose newest checkpoint answers"""
+    """folder of the run whose newest checkpoint answers"""
     critic: str = ""
-    """folder of a run of ppo.py from the same SFT checkpoint, for PPO's credit; where --run is such
-    a run its own critic is there"""
+    """folder of a run of ppo.py from the same SFT checkpoint, to show PPO's credit too; not needed
+    where --run is a run of ppo.py"""
     num_prompts: int = 8
+    """training prompts that are answered"""
     k: int = 9
     """rollouts per state"""
     seed: int = 1
+    """decides all that is drawn at random"""
     output: str = ""
-    """the page; default credit.html in the run's folder"""
+    """the page to write; empty: credit.html in the run's folder"""
 
 
 @torch.no_grad()
@@ -60,7 +62,7 @@ def give_credit(
         for problem, prompt, group in zip(problems, prompts, groups, strict=True)
         for sample, reward in zip(group, prober.grade([], group, problem.answer), strict=True)
     ]
-    require(all(ids for *_, ids, _ in rows), "a response is empty: nothing to give credit to")
+    require(all(ids for *_, ids, _ in rows), "a response is empty, so it has no steps")
     ends = [steps.split_steps(ids, prober.tokenizer, prober.task.step_rule) for *_, ids, _ in rows]
     ends = [of_row[:-1][: cap - 1] + of_row[-1:] if cap else of_row for of_row in ends]
     starts = [[0, *of_row[:-1]] for of_row in ends]
@@ -107,7 +109,7 @@ def give_credit(
 
 
 def choose(episodes: list[dict], seed: int) -> dict[str, dict]:
-    """What is shown; a title is missing where no response fits it."""
+    """{title: response} to show, without titles that no response fits."""
     chosen = {}
     right = [e for e in episodes if e["reward"] == 1]
     wrong = [e for e in episodes if e["reward"] != 1]
@@ -125,14 +127,14 @@ def choose(episodes: list[dict], seed: int) -> dict[str, dict]:
 
 
 def columns(episode: dict) -> dict[str, str]:
-    """{what stands beside a step: how it is written}."""
+    """{column beside a step: format of its numbers}."""
     formats = {"value": ".2f", "VinePPO": "+.2f", "critic": ".2f", "PPO": "+.2f", "GRPO": "+.2f"}
     return {name: form for name, form in formats.items() if name in episode["steps"][0]}
 
 
 def visible(text: str) -> str:
-    """Line ends as a sign, other control characters and lone surrogates as escapes: what a model
-    writes moves no cursor."""
+    """Line ends as a sign, other control characters and lone surrogates as escapes, so that a
+    model's text cannot disturb the terminal."""
     signs = {"\n": "\u23ce", "\t": "\u2192"}
     return "".join(
         c if c.isprintable() else signs.get(c, c.encode("unicode_escape").decode()) for c in text
@@ -140,7 +142,7 @@ def visible(text: str) -> str:
 
 
 def colour(advantage: float) -> tuple[int, int, int]:
-    """White at 0, blue at +1, orange at -1: two that colour-blind readers tell apart."""
+    """White at 0, blue at +1, orange at -1, which colour-blind readers can tell apart."""
     end = (0, 114, 178) if advantage > 0 else (213, 94, 0)
     share = min(1.0, abs(advantage)) * 0.75
     return tuple(round(255 + (part - 255) * share) for part in end)
@@ -206,10 +208,10 @@ def main(args: Args) -> None:
         same = all(of_critic.get(name) == saved[name] for name in ("model", "task"))
         require(
             of_critic["script"] == "ppo" and same,
-            f"--critic {args.critic}: not a run of ppo.py from {saved['model']} on {saved['task']}",
+            f"--critic {args.critic}: no run of ppo.py from {saved['model']} on {saved['task']}",
         )
         critic = os.path.join(os.path.dirname(found[max(found)]), "critic_hf/model.safetensors")
-        require(os.path.exists(critic), f"--critic {args.critic}: {critic} is not there")
+        require(os.path.exists(critic), f"--critic {args.critic}: {critic} is missing")
     model = checkpoints[max(checkpoints)]
     prober, problems, prompts = values.set_up(settings, model)
     prober.use(model, critic)

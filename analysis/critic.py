@@ -1,12 +1,12 @@
-"""Can PPO's critic learn values at all? Fitted to exact ones, on the embedded task: a check that
-its failure in training is not a mistake of ours.
+"""Can PPO's critic learn values at all? Here it is fitted to exact ones on the embedded task, to
+check that no mistake in our code makes it fail in training.
 
     python -m analysis.critic --model runs/vineppo-chain-seed1/hf
 
-The critic of ppo.py (the checkpoint with a scalar head), its `compute_values` and its loss's square
-learn the exact value (dynamic programming) of the state before every token of many responses, a
-target without noise, and are then asked about responses to other prompts. In training it has one
-reward for each of 1,280 responses, right or wrong, of a policy that moves.
+The critic of ppo.py (the checkpoint with a scalar head, `compute_values`, a squared error) learns
+the exact value of the state before every token of many responses, by dynamic programming: a target
+without noise. It is then tested on responses to other prompts. In training, its targets are the
+rewards of 1,280 responses, one each, 0 or 1, of a policy that changes.
 """
 
 import json
@@ -32,7 +32,7 @@ def token_values(episode: Episode, values: torch.Tensor, equals: int) -> torch.T
     for i, start in enumerate([0, *episode.ends[:-1]]):
         found[known:] = values[i, digits[i]]
         if i + 1 < len(episode.ends):
-            known = episode.ids.index(equals, start) + 2  # before the result it is the same
+            known = episode.ids.index(equals, start) + 2  # before it the value is the same
     return found
 
 
@@ -45,7 +45,7 @@ def main(
     seed: int = 1,
     output: str = "",
 ) -> None:
-    """`output`: a JSON file for the curve of the explained variance."""
+    """`output`: JSON file for the curve of the explained variance."""
     _, _, device = ranks.set_up()
     args = ppo.Args(model=model, dtype="float32", gpu_memory_utilization=0.4)
     tokenizer = engines.load_tokenizer(args)
@@ -65,7 +65,7 @@ def main(
     held_out = [pair for pair in known if pair[0].problem in of_others]
     train = [pair for pair in known if pair[0].problem not in of_others]
 
-    critic = policy  # it is not needed any more
+    critic = policy  # the policy is not needed any more
     torch.manual_seed(ranks.seed_of(seed, "critic"))
     head = torch.nn.Linear(critic.get_output_embeddings().in_features, 1).to(device)
     torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)

@@ -27,7 +27,7 @@ def draw_curves(run: str, output: str, test: dict[int, dict] | None = None) -> N
     """`test`: results of evaluate.py (pass@1 and its interval) by iteration."""
     lines = read_metrics(run)
     rewards = [line for line in lines if "rollout/reward" in line]
-    require(rewards, f"{run} has no rewards: not a run of reinforcement learning")
+    require(rewards, f"{run} has no rewards: name a run of an RL script, not of sft.py")
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(
         [line["iteration"] for line in rewards],

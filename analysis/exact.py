@@ -1,9 +1,9 @@
 """Exact values on the embedded task, by dynamic programming.
 
-What a response can still become depends on its running digit and on the operations to come. So a
-policy that reads nothing else is a table, P(result | operation, digit, operand), and the value of
-each of its states follows from the last operation to the first. A trained policy could look at
-more: `python -m analysis.gradient` prints how far the prompts' mean value is from the reward.
+How a response can end depends on its running digit and on the remaining operations. A policy that
+looks at nothing else is a table, P(result | operation, digit, operand), from which the values of
+all states follow, from the last operation back to the first. A trained policy may look at more:
+`python -m analysis.gradient` prints how far the prompts' mean value is from the mean reward.
 """
 
 import re
@@ -23,9 +23,9 @@ def read_prompt(prompt: str) -> tuple[int, list[tuple[str, int]]]:
 
 
 def read_digits(prompt: str, step_texts: list[str]) -> list[int] | None:
-    """The running digit in which each step of a response starts, the answer line's included; None
-    for a response that is not a line for each operation of the prompt (its digit, its operation,
-    its operand) and an answer line."""
+    """The running digit with which each step of a response starts, the answer line's included. None
+    for a response that is not one line for each operation of the prompt (with its digit, operation
+    and operand) and an answer line."""
     digit, operations = read_prompt(prompt)
     digits = [digit]
     if len(step_texts) != len(operations) + 1:
@@ -39,8 +39,8 @@ def read_digits(prompt: str, step_texts: list[str]) -> list[int] | None:
 
 
 def exact_values(prompt: str, table: torch.Tensor) -> torch.Tensor:
-    """(S, 10) values of the states with digit d in which step i starts; the last step is the answer
-    line, right where d is. `table` (2, 10, 10, 10): P(result | operation, digit, operand)."""
+    """(S, 10) values of the states in which step i starts with digit d. The last step is the answer
+    line, right if d is. `table` (2, 10, 10, 10): P(result | operation, digit, operand)."""
     digit, operations = read_prompt(prompt)
     for op, operand in operations:
         digit = apply_operation(digit, op, operand)

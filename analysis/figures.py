@@ -4,7 +4,7 @@
 
 Makes the runs that are missing, from the same SFT checkpoint and with the same seeds: VinePPO with
 K = 1, 3, 9 (no sharing of rollouts), VinePPO and PPO at temperatures 0.8 and 1.0; and values.py on
-checkpoints of the VinePPO, PPO and GRPO runs. What is finished is not done again.
+checkpoints of the VinePPO, PPO and GRPO runs. A second call skips what is finished.
 """
 
 import json
@@ -45,9 +45,9 @@ LABELS = {**NAMES, "rloo": "RLOO (on GRPO's runs)"}
 @dataclass
 class Args:
     folder: str = ""
-    """where `make compare` left its runs; default runs/compare, or else runs/quick"""
+    """folder with the runs of `make compare`; empty: runs/compare, or runs/quick without it"""
     output: str = ""
-    """where the figures and figures.md go; default docs, or runs/quick for those of runs/quick"""
+    """folder for the figures and figures.md; empty: docs, but runs/quick for those of runs/quick"""
     iterations: tuple[int, ...] = (4, 12, 20)
     """checkpoints whose values are analysed"""
     jobs: int = torch.cuda.device_count() or min(2, os.cpu_count() or 1)
@@ -118,8 +118,8 @@ def draw_positions(found: dict[str, list], iterations: tuple[int, ...], output: 
 
 
 def summarize(found: dict[str, list], iterations: tuple[int, ...]) -> dict[str, list[list[dict]]]:
-    """{estimator: [for each seed, for each iteration: its measures]}, on the states that `found`
-    has under its name."""
+    """{estimator: [for each seed, for each iteration: its measures]}, on the estimator's states in
+    `found`."""
     summary: dict[str, list] = {}
     for estimator, runs in found.items():
         for of_run in runs:
@@ -137,7 +137,7 @@ def summarize(found: dict[str, list], iterations: tuple[int, ...]) -> dict[str, 
 
 
 def draw_accuracy(summary: dict[str, list], output: str) -> None:
-    """Figures 11, G.26: how good the values are, over training."""
+    """Figures 11, G.26: how close the values are to the truth, over training."""
     figure, panels = plt.subplots(2, 2, figsize=(9, 6.5), layout="constrained", sharex=True)
     labels = {
         "mae": "mean absolute error",
@@ -179,7 +179,7 @@ def draw_curves(curves: dict[str, list[list[dict]]], output: str) -> None:
             if axis in ("iteration", "seconds"):
                 shown = [curve[axis == "seconds" :] for curve in seeds]  # no 0 on a log axis
                 draw_band(panel, shown, axis, COLOURS[method], NAMES[method])
-            else:  # where the seeds are not side by side: a point for each evaluation
+            else:  # where seeds do not line up: a point for each evaluation
                 points = [p for curve in seeds for p in curve if axis in p]
                 xs, ys = [p[axis] for p in points], [p["pass@1"] for p in points]
                 panel.plot(xs, ys, ".", color=COLOURS[method], alpha=0.7)
@@ -304,7 +304,7 @@ def main(args: Args) -> None:
             for i in args.iterations:
                 file = f"{path}/checkpoints/iteration_{i:06d}/{name}"
                 require(
-                    os.path.exists(file), f"{file} is not there: remove {path} and compare again"
+                    os.path.exists(file), f"{file} is missing: remove {path}, then compare again"
                 )
     os.makedirs(args.output, exist_ok=True)
 
@@ -331,7 +331,7 @@ def main(args: Args) -> None:
         commands[f"{fitted}.log"] = command
     for method in dict.fromkeys(STATES_OF.values()):
         for path in paths[method]:
-            # a group's mean is the same for all next steps: nothing to ask of its runs
+            # a group's mean is the same for all next steps, so its runs are not asked
             actions = "0" if method == "grpo" else "24"
             command = ["-m", "analysis.values", "--run", path, "--num-actions", actions]
             commands[f"{path}/values.log"] = [*command, "--iterations", *map(str, args.iterations)]

@@ -1,13 +1,13 @@
-"""How well does an estimator of advantages point? The cosine of an iteration's policy gradient with
-the exact one, on the embedded task: no training, a few minutes.
+"""How well does an estimator of advantages point? The cosine between an iteration's policy gradient
+and the exact one, on the embedded task. No training, a few minutes.
 
     python -m analysis.gradient --model runs/sft/hf
 
-The exact gradient knows no sampled reward and no sampled digit: at the `=` of each line of many
-responses it is sum over results of grad P(result) * V(state after it), V by dynamic programming.
-(What else a response says changes nothing.) An estimator's gradient is that of an iteration before
-its first step, without KL: mean over tokens of A grad log P(token). Every state has rollouts of its
-own here, the prompt too.
+The exact gradient uses no sampled reward or digit: at the `=` of each line of many responses, it is
+the sum over results of grad P(result) * V(state after it), with V by dynamic programming. (Other
+tokens change no value.) An estimator's gradient is that of an iteration before its first step,
+without KL: the mean over tokens of A grad log P(token). Every state, the prompt too, has its own
+rollouts here.
 """
 
 import itertools
@@ -126,9 +126,9 @@ def make_study(
     temperature: float,
     seed: int,
 ) -> Study:
-    """Samples it all and prints how far the exact values are to be trusted."""
-    require(batches > 1 and k > 0, f"--batches {batches}, K {k}: too small")
-    # the exact gradient needs many prompts more than many responses: those of the demonstrations
+    """Samples all of it, and prints how far the exact values can be trusted."""
+    require(batches > 1 and k > 0, f"--batches {batches}, K {k}: must be at least 2 and 1")
+    # the exact gradient needs many prompts rather than many responses: those of the demonstrations
     others = data.load_problems("chain", "sft")[:exact_episodes]
     problems = data.load_problems("chain", "train")[: batches * num_prompts]
     require(len(problems) == batches * num_prompts, f"--batches {batches}: too few prompts for it")
@@ -183,7 +183,7 @@ def make_study(
 
 
 def known_values(study: Study, e: Episode) -> list[float]:
-    """Exact values of the states in which its steps start; 0 for a response that is no chain."""
+    """Exact values of the states in which its steps start; 0 for a response that is not a chain."""
     if not e.digits:
         return [0.0] * len(e.ends)
     return [study.values[e.problem.prompt][i, d].item() for i, d in enumerate(e.digits)]
@@ -192,7 +192,7 @@ def known_values(study: Study, e: Episode) -> list[float]:
 def cosine(
     study: Study, logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
 ) -> float:
-    """Of the exact gradient and that of mean over tokens of advantage x log-prob, all (b, T)."""
+    """Between the exact gradient and that of mean over tokens of advantage x log-prob (b, T)."""
     loss = (logprobs * advantages.to(study.policy.device)).sum() / mask.sum()
     loss.backward(retain_graph=True)
     return torch.cosine_similarity(flat_gradient(study.policy), study.exact, dim=0).item()
@@ -208,9 +208,9 @@ def main(
     temperature: float = 0.6,
     seed: int = 1,
 ) -> None:
-    """Gradients of `batches` x num_prompts x group_size episodes; the exact one and the table of
-    facts come from exact_episodes others, each of a prompt of its own."""
-    require(min(ks) > 0, f"--ks {ks}: too small")
+    """Gradients of `batches` x num_prompts x group_size episodes. The exact gradient and the table
+    of facts come from exact_episodes other ones, each with a prompt of its own."""
+    require(min(ks) > 0, f"--ks {ks}: each must be at least 1")
     sizes = batches, num_prompts, group_size, exact_episodes, max(ks)
     study = make_study(model, *sizes, temperature, seed)
     policy, episodes = study.policy, study.episodes
@@ -233,7 +233,7 @@ def main(
         for row, e in enumerate(batch):
             for i, (start, end) in enumerate(itertools.pairwise([0, *e.ends])):
                 known_at[row, start:end] = known[row][i]
-                if e.digits and i < len(e.digits) - 1:  # the result is out behind its token
+                if e.digits and i < len(e.digits) - 1:  # the result is known after its token
                     known_at[row, e.ids.index(equals, start) + 2 : end] = known[row][i + 1]
         estimates = {
             "constant baseline": (rewards[:, None] - study.mean_reward) * mask,

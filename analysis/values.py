@@ -1,18 +1,18 @@
-"""How true are the values that an estimator gives its states? (Paper, section 7 and appendix G.)
+"""How close are an estimator's values of states to the truth? (Paper, section 7 and appendix G.)
 
     python -m analysis.values --run runs/ppo-chain-seed1            the checkpoints of a run
     python -m analysis.values --model CHECKPOINT --task gsm8k       any checkpoint
 
-The checkpoint answers training prompts; its states are the starts of the reasoning steps of its
-own responses. The truth of a state is the mean reward of 256 rollouts from it. Compared with it:
+The checkpoint answers training prompts. The states are the starts of the reasoning steps in its
+responses. The truth of a state is the mean reward of 256 rollouts from it. Compared with it:
 
-    vineppo   the mean reward of K others, none of the 256
+    vineppo   the mean reward of K other rollouts
     ppo       the critic that was trained with the checkpoint, where there is one
     grpo      the mean reward of the G responses to its prompt (for each of their states)
     rloo      the same without the response's own reward
 
-Top action: five next steps are sampled from a state; the best of the distinct ones is asked for, of
-which there must be three. On the embedded task the truth is held against exact values, too.
+Top action: five next steps are sampled from a state, at least three of them distinct. Does the
+estimator find the best? On the embedded task, the truth is compared with exact values too.
 """
 
 import dataclasses
@@ -30,36 +30,42 @@ import ppo
 from analysis.exact import exact_values, read_digits
 from common import data, engines, flags, grading, ranks, require, sampling, steps
 
-CLOSE = 0.05  # a value within that of the truth is right (section 7)
+CLOSE = 0.05  # a value this close to the truth is right (section 7)
 ESTIMATORS = ("vineppo", "ppo", "grpo", "rloo")
 
 
 @dataclass
 class Args(flags.Model, flags.Sampler):
     run: str = ""
-    """folder of a run: its checkpoints and settings, and the results go to its values/"""
+    """folder of a run, whose checkpoints and settings are used; results go to its values/"""
     iterations: tuple[int, ...] = ()
-    """which of the run's checkpoints; default all"""
+    """which of the run's checkpoints; empty: all"""
     num_prompts: int = 16
-    """each with a group of responses, from which the states are drawn"""
+    """prompts, each with a group of responses, from which the states are drawn"""
     num_states: int = 64
+    """states whose values are compared"""
     num_actions: int = 16
     """states from which five next steps are sampled; 0: none"""
     truth: int = 256
-    """rollouts that make the truth of a state"""
+    """rollouts whose mean reward is the truth of a state"""
     k: int = 9
     """rollouts of VinePPO's estimate"""
     gpu_memory_utilization: float = 0.4
-    """share of a GPU's memory for vLLM"""
+    """share of a GPU's memory for vLLM; lower it when memory runs out"""
 
-    # without a run (with one, these are the run's, and so is the task)
+    # without --run (with it, these settings and the task are the run's)
     model: str = ""
     """a checkpoint folder, or a name on the hub"""
     output: str = "values.json"
+    """JSON file for the results"""
     group_size: int = 8
+    """responses sampled for each prompt"""
     temperature: float = 0.6
+    """logits are divided by this; higher: more varied responses"""
     top_p: float = 1.0
+    """nucleus sampling: only the likeliest tokens of this total probability; 1: all tokens"""
     max_response_len: int = 80
+    """most tokens of a response, the end token EOS included; one that is cut off has reward 0"""
 
 
 # ---- measures ------------------------------------------------------------------------------------
@@ -98,10 +104,10 @@ def rank_actions(
 ) -> tuple[float, float, int]:
     """(how often the step that the estimator puts first is a best one, chance, number of states).
 
-    A best step is one whose truth is within 0.05 of the highest; among equal predictions one is
-    drawn, so a state counts with the share of best ones among those put first, and chance is the
-    share of best ones among all. States where every step is a best one, or where nothing but noise
-    (of `rollouts` rollouts) sets the truths apart, say nothing: left out.
+    A best step is one whose truth is within 0.05 of the highest. Among equal predictions one is
+    drawn, so a state counts with the share of best steps among those put first; chance is the share
+    of best steps among all. Left out are states where every step is a best one, or where the truths
+    (of `rollouts` rollouts) differ by noise only.
     """
     shares, chances = [], []
     for options in actions:
@@ -122,9 +128,9 @@ def rank_actions(
 
 
 def z_scores(states: list[dict], truth: int) -> list[float]:
-    """(truth - exact value) in standard errors of the truth; mean 0 and variance 1 where the exact
-    value is the policy's. Of states with at least 5 right and 5 wrong rollouts to be expected:
-    nearer to 0 or 1 no standard error describes the truth."""
+    """(truth - exact value) in standard errors of the truth: mean 0 and variance 1 if exact values
+    are the policy's. Only of states with 5 right and 5 wrong rollouts expected, or more: for values
+    nearer to 0 or 1 the standard error does not describe the truth."""
     known = [s for s in states if s.get("exact") is not None]
     known = [s for s in known if 5 <= truth * s["exact"] <= truth - 5]
     return [
@@ -147,14 +153,14 @@ def load_critic(args, tokenizer, model: str, critic: str) -> torch.nn.Module:
 
 
 class Prober:
-    """What is asked of one checkpoint: rollouts from prefixes, and its critic's values."""
+    """Asks one checkpoint for rollouts from prefixes, and its critic for values."""
 
     def __init__(self, args: Args, sampler, tokenizer):
         self.args, self.sampler, self.tokenizer, self.critic = args, sampler, tokenizer, None
         self.task = data.find_task(args)
 
     def use(self, model: str, critic: str = "") -> torch.nn.Module:
-        """Go on with another checkpoint; `critic`: the file of one, by default that beside it."""
+        """Switches to another checkpoint; `critic`: a critic's file, by default that beside it."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = engines.load_model(self.args, self.tokenizer, model)
         self.sampler.wake(policy)
@@ -201,7 +207,7 @@ class Prober:
     def criticize(self, prompts: list[list[int]], prefixes: list[list[int]]) -> list[float]:
         values = []
         for prompt, prefix in zip(prompts, prefixes, strict=True):
-            # the value of a state is read where its last token stands: what follows is not seen
+            # a state's value is read at its last token, where what follows is not seen
             ids = torch.tensor([prompt + prefix + [0]], device=self.critic.device)
             mask = torch.ones(1, len(prefix) + 1, device=self.critic.device)
             prompt_lens = torch.tensor([len(prompt)], device=self.critic.device)
@@ -272,8 +278,8 @@ def probe_actions(prober: Prober, responses: list[tuple], seed: int) -> list[lis
 
 
 def add_exact_values(prober: Prober, states: list[dict], policy, seed: int) -> None:
-    """On the embedded task: "exact", from the policy's own table of facts (of many prompts: one
-    that is not seen would count as never right); None for a state whose response is no chain."""
+    """Adds "exact" on the embedded task, from the policy's own table of facts (from many prompts:
+    an unseen fact would count as never right); None for a state whose response is not a chain."""
     from analysis.gradient import fact_table, sample_episodes
 
     problems = data.load_problems("chain", "sft")[:2048]
@@ -344,9 +350,9 @@ def set_up(args: Args, model: str) -> tuple[Prober, list[data.Problem], list[lis
 
 
 def main(args: Args) -> None:
-    require(bool(args.run) != bool(args.model), "either --run or --model, please")
+    require(bool(args.run) != bool(args.model), "give either --run or --model")
     flags.check(args)
-    require(min(args.num_states, args.truth) > 0, "--num-states and --truth: must be at least 1")
+    require(min(args.num_states, args.truth) > 0, "--num-states and --truth must be at least 1")
     checkpoints = {"checkpoint": (args.model, args.output)}
     if args.run:
         args, found, _ = read_run(args.run, args)
@@ -359,7 +365,7 @@ def main(args: Args) -> None:
         }
     flags.check(args)
     require(args.num_actions >= 0, f"--num-actions {args.num_actions}: must be 0 or more")
-    require(args.group_size > 1, f"--group-size {args.group_size}: a group's mean needs two")
+    require(args.group_size > 1, f"--group-size {args.group_size}: must be at least 2")
     prober = None
     for name, (model, output) in checkpoints.items():
         model = os.path.realpath(model) if os.path.isdir(model) else model  # hf is a link

@@ -3,11 +3,11 @@
     python -m benchmarks.against_trl                                the embedded model
     python -m benchmarks.against_trl --model runs/smollm2 --task gsm8k --data-dir GSM8K ...
 
-The same model, prompts, episodes, epochs and minibatches, float32, on the CPU; TRL in an
-environment of its own (.venv-trl, made on the first call), with transformers' generate: its vLLM
-mode loads weights in a way that vLLM's CPU backend does not take. Sampling and the rest are told
-apart. The two take turns, so that a busy machine slows both; medians over iterations, without each
-run's first two.
+Both have the same model, prompts, episodes, epochs and minibatches, in float32, on the CPU. TRL has
+its own environment (.venv-trl, made on the first call) and samples by transformers' generate, since
+its vLLM mode loads weights in a way that vLLM's CPU backend does not support. Sampling is timed
+apart from the rest. The two take turns, so that a busy machine slows both. Printed are medians over
+iterations, without each run's first two.
 """
 
 import json
@@ -38,8 +38,9 @@ class Args:
     task: str = "chain"
     data_dir: str = ""
     num_iterations: int = 6
-    """measured in each run"""
+    """iterations measured in each run"""
     turns: int = 2
+    """runs of each of the two"""
     num_prompts: int = grpo.Args.num_prompts
     group_size: int = grpo.Args.group_size
     minibatch_size: int = grpo.Args.minibatch_size

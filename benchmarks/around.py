@@ -1,12 +1,12 @@
-"""Seconds of the Python around the engines, at the paper's size: nothing may grow with a square.
+"""Seconds of the Python code around the engines, at the paper's size: all must be linear.
 
     python -m benchmarks.around                      64 prompts x 8 responses, K = 9, one core
     python -m benchmarks.around --model FOLDER       with its tokenizer
 
-Responses are made-up mathematics, cut to 200 to 1,000 tokens; a state stands behind every step, and
-K rollouts go on to the end of a response. `all` is one core for everything; eight ranks have an
-eighth each of what is marked so. The last column is the same for responses twice as long: 2 is
-linear (lines are twice as long too, so that there are as many steps).
+Responses are made-up mathematics, cut to 200 to 1,000 tokens. There is a state after every step,
+with K rollouts to the end of a response. `all` is one core for everything; of what is marked so,
+eight ranks do an eighth each. The last column is the ratio for responses twice as long: 2 means
+linear. (Lines are twice as long too, so that there are as many steps.)
 """
 
 import random

@@ -2,10 +2,10 @@ r"""How long grading a VinePPO iteration on MATH takes, against math-verify on e
 
     python -m benchmarks.grader --data-dir FOLDER     a folder with MATH's train.jsonl
 
-The batch is made as an iteration makes it: problems x responses x steps x rollouts. A response is
-the problem's reference solution whose box holds what a policy might put there: the answer in one of
-a few spellings, or one of the problem's favourite mistakes, the first of them far more often than
-the last. So answers repeat, as they do when 9 rollouts start from each step of 8 responses.
+The batch has the structure of an iteration: problems x responses x steps x rollouts. A response is
+the problem's reference solution with another box: the answer in one of a few spellings, or one of
+the problem's typical mistakes, the first far more often than the last. So answers repeat, as they
+do when 9 rollouts start from each step of 8 responses.
 """
 
 import json
@@ -25,22 +25,24 @@ from common.steps import RULES
 @dataclass
 class Args:
     data_dir: str
-    """Folder with train.jsonl, rows of "problem" and "solution"."""
+    """folder with train.jsonl, whose rows have "problem" and "solution" fields"""
     num_responses: int = 46_000
-    """Cut the batch off here."""
+    """responses of the batch, which is cut off there"""
     num_prompts: int = 64
+    """problems of an iteration"""
     group_size: int = 8
+    """responses per problem"""
     k: int = 9
-    """Rollouts a state."""
+    """rollouts per state"""
     accuracy: float = 0.4
-    """Share of the responses whose answer is right."""
+    """share of the responses whose answer is right"""
     sample: int = 300
-    """Responses that math-verify is timed on; its time for all of them is extrapolated."""
+    """responses on which math-verify is timed; its time for all of them is extrapolated"""
     seed: int = 4
 
 
 def spellings(answer: str) -> list[str]:
-    """Ways to write it, the given one first."""
+    """Ways to write the answer, the given one first."""
     other = answer.replace(r"\frac", r"\dfrac") if "frac" in answer else rf"{answer}\text{{ units}}"
     return [answer, f" {answer} ", other, re.sub(r"(?<=[+=,-])", " ", answer), f"x = {answer}"]
 
@@ -80,7 +82,7 @@ def make_batch(args: Args) -> list[tuple[str, str]]:
             batch.append((f"{before}\\boxed{{{said}}}{after}", answer))
     require(
         len(batch) >= args.num_responses,
-        f"only {len(batch)} responses: another --seed or more --num-prompts",
+        f"only {len(batch)} responses: try another --seed or more --num-prompts",
     )
     return batch[: args.num_responses]
 

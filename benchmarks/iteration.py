@@ -1,16 +1,16 @@
-"""How much of an iteration's time its engines need, and where the rest goes.
+"""How much of an iteration's time do its engines need, and where does the rest go?
 
     python -m benchmarks.iteration --script vineppo
     torchrun --nproc-per-node 2 -m benchmarks.iteration --script ppo
 
     efficiency = (vLLM alone + passes on packed batches) / wall time of the iteration
 
-vLLM alone: each of the iteration's requests once more, with the same seed and weights and an empty
-prefix cache, just after the iteration has made it. Passes on packed batches: after the run, the
-forward, backward and optimizer passes that the iteration made, each on as many real tokens, in rows
-of one length, so without padding. Same process and same minutes, so that a busy machine slows all
-parts alike. Medians over iterations, of which the first two warm the engines up; without
-evaluations and checkpoints.
+vLLM alone: each of the iteration's requests is repeated just after the iteration has made it, with
+the same seed and weights and an empty prefix cache. Passes on packed batches: after the run, the
+iteration's forward, backward and optimizer passes are repeated, each on as many real tokens in rows
+of one length, so without padding. All is in one process and the same minutes, so that a busy
+machine slows all parts alike. Medians over iterations without the first two, which warm the engines
+up, and without evaluations and checkpoints.
 """
 
 import functools
@@ -31,7 +31,7 @@ WARM_UP = 2
 
 
 class Recorder:
-    """Stands between a script and its engines and writes down what it asks of them."""
+    """Sits between a script and its engines, and records what it asks of them."""
 
     def __init__(self, module):
         self.passes: list[tuple] = []  # of this iteration
@@ -79,7 +79,7 @@ class Recorder:
 
 
 def replay(passes: list[tuple]) -> float:
-    """Seconds of these passes on batches without padding: rows of their mean length."""
+    """Seconds of these passes on batches without padding: all rows have the mean length."""
     length = round(sum(one[3] for one in passes) / sum(one[2] for one in passes))
     device = next(one[0].device for one in passes if hasattr(one[0], "backward"))  # an engine
     (reference,) = {one[0] for one in passes if not hasattr(one[0], "backward")}
@@ -126,7 +126,7 @@ def main(
     module.main(args)
     found = []
     for phases, alone, passes in recorder.iterations[WARM_UP:]:
-        packed = min(replay(passes), replay(passes))  # the first one meets shapes that are new
+        packed = min(replay(passes), replay(passes))  # the first one is slowed by new shapes
         phases = {name: seconds - alone.get(name, 0) for name, seconds in phases.items()}
         wall, needed = sum(phases.values()), sum(alone.values()) + packed
         found.append({**phases, "wall": wall, "vLLM alone": sum(alone.values()), "packed": packed})

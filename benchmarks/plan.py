@@ -1,12 +1,13 @@
-r"""What a run will take, from its model's config alone: memory by part and phase, tokens, hours.
+r"""Plans a run from its model's config alone: memory by part and phase, tokens, hours.
 
     python -m benchmarks.plan recipes/rho1b_math.sh vineppo
     python -m benchmarks.plan recipes/deepseekmath7b_math.sh ppo "--flags=--micro-batch-tokens 2500"
     python -m benchmarks.plan vineppo.py --model benchmarks/models/rho1b --ranks 1
 
-Arithmetic, for one GPU a rank, in GiB. Activations are not a formula: the scripts' own log-probs
-run forward and backward on tensors without data, and what is alive is counted. What DeepSpeed keeps
-is read from its source (0.19.8). `python -m benchmarks.plan_check` compares with real updates.
+The arithmetic is for one GPU per rank, in GiB. Activations have no formula: the scripts' own
+log-probs run forward and backward on tensors without data, while the live bytes are counted. What
+DeepSpeed keeps is taken from its source (0.19.8). `python -m benchmarks.plan_check` compares the
+plan with real updates.
 """
 
 import functools
@@ -46,34 +47,34 @@ class Args:
     run: tyro.conf.Positional[str]
     """a recipe, or a script with its defaults: vineppo.py, ppo.py, grpo.py, rloo.py"""
     method: tyro.conf.Positional[str] = ""
-    """of a recipe: vineppo, ppo, grpo or rloo"""
+    """of a recipe, which of its methods: vineppo, ppo, grpo or rloo"""
     flags: str = ""
-    """the script's own, behind those of the recipe: "--flags=--zero-stage 2 --k 3" """
+    """flags for the script, after those of the recipe: "--flags=--zero-stage 2 --k 3" """
     model: str = ""
-    """folder with a config.json, or a name on the hub; default the recipe's in benchmarks/models,
-    or the script's --model"""
+    """folder with a config.json, or a name on the hub; empty: the recipe's in benchmarks/models, or
+    the script's --model"""
     ranks: int = 0
-    """GPUs; 0: the recipe's, 1 for a script"""
+    """GPUs; 0: as in the recipe, or 1 for a script"""
     gpu_memory: float = 80
-    """GiB of a GPU"""
+    """memory of a GPU, in GiB"""
     overhead: float = 4
-    """GiB of a GPU for CUDA, NCCL, vLLM's graphs and fragmentation: an assumption"""
+    """GiB that CUDA, NCCL, vLLM's graphs and fragmentation take of a GPU: an assumption"""
     sampler_overhead: float = 2
     """GiB of vLLM's share that are neither weights nor cache: an assumption"""
     prompt_len: float = 0
-    """mean tokens of a prompt; 0: typical for the task, as for the next two"""
+    """mean tokens of a prompt; 0 here and in the next two: typical for the task"""
     response_len: float = 0
     """mean tokens of a response"""
     steps: float = 0
     """mean steps of a response"""
     sample_rate: float = 3750
-    """tokens a second and GPU that vLLM samples (the paper: 30,000 on 8 H100, 7B)"""
+    """tokens that vLLM samples per second and GPU (the paper: 30,000 on 8 H100, 7B)"""
     tflops: float = 120
-    """of a GPU in training, of use: an assumption, 40 % of what an A100 has"""
+    """useful TFLOPS of a GPU in training: an assumption, 40 % of what an A100 has"""
 
 
 class Setting(NamedTuple):
-    """What memory depends on."""
+    """All that memory depends on."""
 
     model: str
     dtype: str
@@ -97,9 +98,9 @@ def read_run(args: Args) -> tuple[Setting, object]:
     words, module = shlex.split(args.flags), ""
     is_script, ranks = args.run.endswith(".py"), args.ranks
     method = os.path.basename(args.run)[:-3] if is_script else args.method
-    require(not (is_script and args.method), f"{args.method}: {args.run} is one method already")
-    require(method in METHODS, f"{method!r}: a plan is made for {', '.join(METHODS)}")
-    if not is_script:  # a function is found before the program of its name
+    require(not (is_script and args.method), f"{args.method}: leave this out with {args.run}")
+    require(method in METHODS, f"{method!r}: plans are made for {', '.join(METHODS)} only")
+    if not is_script:  # bash calls our function instead of the program
         require(os.path.isfile(args.run), f"{args.run}: no such recipe")
         torchrun = {"BASH_FUNC_torchrun%%": '() { printf "%s\\0" "$@"; }'}
         call = ["bash", os.path.abspath(args.run), method, *words]
@@ -119,12 +120,12 @@ def read_run(args: Args) -> tuple[Setting, object]:
         os.path.isfile(f"{model}/config.json") or (model.count("/") == 1 and model[:5] != "runs/"),
         f"--model {model}: no config.json there; name a folder that has one, or a model on the hub",
     )
-    require(ranks >= 0, f"--ranks {ranks}: must be 1 or more")
-    require(script.zero_stage < 3, "--zero-stage 3: what it needs is not planned; 0 and 2 are")
+    require(ranks >= 0, f"--ranks {ranks}: must be 0 or more")
+    require(script.zero_stage < 3, "--zero-stage 3: this plans only stages 0 and 2")
     sharded = script.tensor_parallel_size
     require(
         (ranks or 1) % sharded == 0,
-        f"--tensor-parallel-size {sharded} does not divide {ranks or 1} ranks",
+        f"--tensor-parallel-size {sharded}: must divide the {ranks or 1} ranks",
     )
     dtype = "bfloat16" if script.dtype == "auto" else script.dtype
     lengths = script.micro_batch_tokens, script.max_model_len, script.max_response_len
@@ -184,7 +185,7 @@ def make_model(model: str, dtype: str, critic: bool) -> torch.nn.Module:
 
 @functools.lru_cache
 def count(model: str, critic: bool = False) -> list[int]:
-    """Elements of each parameter, in the model's order, tied ones once."""
+    """Number of elements of each parameter, in the model's order, tied ones once."""
     with FakeTensorMode():
         return [p.numel() for p in make_model(model, "float32", critic).parameters()]
 
@@ -202,7 +203,7 @@ def trace(s: Setting, critic: bool) -> dict[str, int]:
     num_new = min(s.max_response_len, length - 1)
     share, held = max(shares(count(s.model, critic), s.ranks)), {}
 
-    def nonzero(self, as_tuple):  # of a mask that is 1 everywhere: its values are not there to see
+    def nonzero(self, as_tuple):  # for a mask of ones, as it has no data to look at
         index = torch.arange(rows * num_new)
         return index // num_new, index % num_new
 
@@ -329,7 +330,7 @@ def plan_memory(s: Setting, gpu_memory: float) -> dict[str, dict[str, float]]:
 
 
 def cache_tokens(s: Setting, args: Args) -> int:
-    """Tokens whose keys and values fit into vLLM's share, beside the weights."""
+    """Tokens whose keys and values fit into vLLM's share next to the weights."""
     from transformers import AutoConfig
 
     c = AutoConfig.from_pretrained(s.model)
@@ -420,8 +421,8 @@ def main(args: Args) -> None:
     disk = checkpoint * (script.keep_checkpoints + 1 + BEST)
     kept = f"--keep-checkpoints {script.keep_checkpoints}"
     print(
-        f"a checkpoint has {checkpoint:.0f} GB; {kept}, one in writing and the best one's weights: "
-        f"{disk:.0f} GB of disk"
+        f"a checkpoint has {checkpoint:.0f} GB; {kept} of them, one being written, and the best "
+        f"one's weights: {disk:.0f} GB of disk"
     )
 
     typical = TYPICAL.get(script.task, (0, 0, 0))
@@ -429,7 +430,7 @@ def main(args: Args) -> None:
     prompt_len, response_len, steps = (g or t for g, t in zip(given, typical, strict=True))
     require(
         min(prompt_len, response_len, steps) > 0,
-        f"--task {script.task} has no typical lengths: --prompt-len, --response-len, --steps",
+        f"--task {script.task} has no typical lengths: give --prompt-len, --response-len, --steps",
     )
     tokens = plan_tokens(script, prompt_len, response_len, steps)
     # FLOPs of a token: 2 a parameter forward, 4 backward; two passes before the update

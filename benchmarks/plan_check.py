@@ -1,12 +1,12 @@
-"""Peaks that benchmarks/plan.py plans against peaks of real updates, on this CPU.
+"""Compares the peaks of memory that benchmarks/plan.py plans with those of real updates, on a CPU.
 
     python -m benchmarks.plan_check           every setting, each in a process of its own
 
-A Llama of ten million random parameters goes through what a script does to it, but for the sampler:
+A Llama of ten million random parameters goes through a script's steps, without the sampler:
 DeepSpeed's engine with the scripts' settings, log-probs without gradients, two optimizer steps of
 two micro-batches each, by the scripts' own functions. PyTorch's profiler sees every allocation of
-tensor memory; the peak of their sum is what a GPU would have to hold. More than one rank: rank 0,
-with PyTorch's fake process group, whose collectives return at once (their buffers are real).
+tensor memory; the peak of their sum is what a GPU would have to hold. Of several ranks only rank 0
+runs, with PyTorch's fake process group, whose collectives return at once (with real buffers).
 """
 
 import json

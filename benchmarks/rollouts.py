@@ -1,9 +1,9 @@
-"""What vLLM's prefix cache, sharing and the order of requests save in an iteration's rollouts.
+"""How much do vLLM's prefix cache, sharing and the order of requests save in rollouts?
 
     python -m benchmarks.rollouts                    the embedded model; a minute or two
 
-One engine, the states of one iteration's responses. Schemes take turns, so that a busy machine
-slows all of them; medians over the turns.
+One engine, and the states of one iteration's responses. Schemes take turns, so that a busy machine
+slows all of them. Printed are medians over the turns.
 """
 
 import random

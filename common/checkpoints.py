@@ -1,4 +1,4 @@
-"""Checkpoints that survive: written aside and renamed when whole, known when damaged."""
+"""Checkpoints that survive a crash: renamed only when complete, and checked when loaded."""
 
 import functools
 import glob
@@ -16,37 +16,36 @@ import torch.distributed as dist
 from common import RunError, engines, ranks, require
 
 # Bytes of a checkpoint for each parameter. bfloat16: 2 in hf/, 2 in DeepSpeed's weights, 4 in its
-# float32 weights, 8 in Adam's moments; float32: 4, 4 and 8. BEST: the share of hf/, at most.
+# float32 weights, 8 in Adam's moments; float32: 4, 4 and 8. BEST: the largest share of hf/ in it.
 BYTES, BEST = 16, 0.25
 
 
 class Checkpoints:
     """<folder>/checkpoints/iteration_<number>/ has the state of each DeepSpeed engine; hf/, the
     policy for transformers, vLLM and evaluate.py (and critic_hf/, for analysis/); settings.json;
-    and manifest.json, the digests of all these files. best_<number>/ is the best one's hf/ alone,
-    an eighth of a checkpoint in bfloat16, a quarter in float32."""
+    and manifest.json, the digests of all these files. best_<number>/ is the best one's hf/ only."""
 
     def __init__(self, folder: str, settings: dict, keep: int):
-        """`settings`: what decides the results of the run; `keep` the newest checkpoints."""
+        """`settings`: all that decides the run's results; `keep`: how many new checkpoints stay."""
         self.folder, self.settings, self.keep = folder, settings, keep
 
     def path(self, iteration: int, kind: str = "iteration") -> str:
         return os.path.join(self.folder, "checkpoints", f"{kind}_{iteration:06d}")
 
     def iterations(self, kind: str = "iteration") -> list[int]:
-        """Those that have a checkpoint or, of the kind "best", their hf/ alone."""
+        """Iterations that have a checkpoint; of the kind "best", those whose hf/ alone is there."""
         names = os.listdir(os.path.join(self.folder, "checkpoints"))
         found = (re.fullmatch(rf"{kind}_(\d+)", name) for name in names)
         return sorted(int(match[1]) for match in found if match)
 
     def check_room(self, trained: dict) -> None:
         """Raises UsageError where the disk has no room for the checkpoints that are kept, another
-        in writing and the best one's hf/. (RestEM saves no engine: nothing is asked for.)"""
+        being written and the best one's hf/. (RestEM saves no engine, so it needs 0 here.)"""
         parameters = [p for engine in trained.values() for p in engine.module.parameters()]
         size = BYTES * sum(getattr(p, "ds_numel", p.numel()) for p in parameters) / 1e9
 
         def measure() -> tuple[float, float]:  # GB that are free, GB that are needed
-            names = "unfinished", "best_unfinished", "removed"  # what a kill has left
+            names = "unfinished", "best_unfinished", "removed"  # left by a killed run
             for name in names:
                 shutil.rmtree(f"{self.folder}/checkpoints/{name}", ignore_errors=True)
             best = 0 if self.iterations("best") else BEST
@@ -56,25 +55,25 @@ class Checkpoints:
         free, needed = ranks.from_main(measure)
         require(
             needed <= free,
-            f"--output-dir {self.folder}: {free:.3g} GB free, {needed:.3g} needed: a checkpoint "
-            f"has {size:.3g} GB, --keep-checkpoints {self.keep} of them, one in writing, and the "
-            "best one's hf/. Make room, or keep fewer",
+            f"--output-dir {self.folder}: {free:.3g} GB free, {needed:.3g} GB needed ({size:.3g} "
+            f"for each of --keep-checkpoints {self.keep} and for one being written, less for the "
+            "best one's weights). Free some space, or keep fewer checkpoints",
         )
 
     # ---- load
 
     def load(self, trained: dict) -> int:
-        """Loads the newest whole checkpoint, if there is one; returns its iteration, else 0. Raises
-        UsageError where all are damaged, or it is another run's."""
+        """Loads the newest undamaged checkpoint; returns its iteration, 0 if there is none. Raises
+        UsageError where all are damaged, or where it is from a run with other settings."""
         done = self.find_whole()
         for name, engine in trained.items() if done else ():
             path, _ = engine.load_checkpoint(self.path(done), tag=name)
-            require(path, f"{self.path(done)}: no state of {name!r} in it")
+            require(path, f"{self.path(done)} has no state of {name!r}")
         return done
 
     def find_whole(self) -> int:
-        """The newest checkpoint whose files are those of its manifest; the damaged ones after it
-        are given another name."""
+        """The newest checkpoint whose files match its manifest; newer ones, which are damaged, get
+        another name."""
         found, damaged = ranks.from_main(self.iterations), []
         for iteration in reversed(found):
             path = self.path(iteration)
@@ -89,14 +88,14 @@ class Checkpoints:
                 break
             damaged.append(iteration)
             what = ", ".join(damage) if manifest else "manifest.json"
-            ranks.say(f"WARNING: checkpoint {iteration} is damaged ({what:.200}): passed by")
+            ranks.say(f"WARNING: checkpoint {iteration} is damaged ({what:.200}): skipped")
         else:
             where = self.folder
-            require(not found, f"{where}: all of its checkpoints are damaged; start a new run")
+            require(not found, f"{where}: all its checkpoints are damaged; start a new run")
             return 0
         saved = ranks.from_main(functools.partial(read_json, f"{path}/settings.json"))
         differing = compare_settings(saved, self.settings)
-        require(not differing, f"{path}: not of this run: {differing}")
+        require(not differing, f"{path} has other settings: {differing}")
         for bad in damaged if ranks.is_main() else ():
             os.replace(self.path(bad), f"{self.folder}/checkpoints/damaged_{bad}_{time.time():.0f}")
         return iteration
@@ -104,22 +103,22 @@ class Checkpoints:
     # ---- save
 
     def save(self, iteration: int, trained: dict, model: torch.nn.Module, tokenizer) -> None:
-        """All ranks must call it. A kill at any moment leaves the last good one. Raises RunError
-        where it cannot be written."""
+        """All ranks must call it. A kill at any moment leaves the last good checkpoint. Raises
+        RunError where the new one cannot be written."""
         aside = os.path.join(self.folder, "checkpoints", "unfinished")
         try:
             self.write(aside, trained, model, tokenizer)
-        except Exception as error:  # a full disk comes as an error of three libraries
+        except Exception as error:  # for a full disk each library has its own
             if ranks.is_main():
-                shutil.rmtree(aside, ignore_errors=True)  # room for whoever needs it
+                shutil.rmtree(aside, ignore_errors=True)  # makes room
             last = max(self.iterations(), default=None)
-            safe = f"checkpoint {last} is intact" if last else "there is no other one yet"
+            safe = f"checkpoint {last} is intact" if last else "there is no earlier one"
             raise RunError(
                 f"checkpoint {iteration} could not be written to {self.folder} ({error}); {safe}: "
-                "mend that (is the disk full?), then --resume auto"
+                "fix that (is the disk full?), then continue with --resume auto"
             ) from error
         if ranks.is_main():
-            os.sync()  # or a power cut might leave the name without the data
+            os.sync()  # else a power cut may leave the name without data
             os.replace(aside, self.path(iteration))
         dist.barrier()
 
@@ -144,12 +143,12 @@ class Checkpoints:
         dist.barrier()
 
     def tidy_up(self, scores: dict[int, float]) -> None:
-        """Links hf and best to the newest and to the one with the highest of `scores`, by
-        iteration; removes what is not to be kept."""
+        """Points the links hf and best at the newest checkpoint and at that of the highest of
+        `scores` {iteration: score}; removes those that are not to be kept."""
         done, kept = self.iterations(), self.iterations("best")
         choices = [iteration for iteration in sorted({*done, *kept}) if iteration in scores]
         best = max(choices, key=scores.__getitem__, default=done[-1])
-        if best not in kept:  # the same files under a second name: no copy, no more room
+        if best not in kept:  # hard links: a second name, no more space
             aside = os.path.join(self.folder, "checkpoints", "best_unfinished")
             shutil.rmtree(aside, ignore_errors=True)
             shutil.copytree(f"{self.path(best)}/hf", aside, copy_function=link_or_copy)
@@ -158,13 +157,13 @@ class Checkpoints:
         self.link("best", self.path(best, "best"))
         outdated = [self.path(iteration, "best") for iteration in kept if iteration != best]
         for path in [*outdated, *map(self.path, done[: -self.keep])]:
-            # another name first: a network's disk may refuse to empty what somebody reads
+            # renamed first: a network disk may not delete files that somebody reads
             aside = f"{self.folder}/checkpoints/removed/{os.path.basename(path)}"
             os.renames(path, f"{aside}_{time.time():.0f}")
             shutil.rmtree(os.path.dirname(aside), ignore_errors=True)
 
     def link(self, name: str, target: str) -> None:
-        """In the run's folder, name -> target; never missing, not even for a moment."""
+        """In the run's folder, name -> target, replaced at once: the link is never missing."""
         link = os.path.join(self.folder, name)
         if os.path.lexists(link + ".tmp"):
             os.remove(link + ".tmp")
@@ -173,7 +172,7 @@ class Checkpoints:
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """A second name for a file; a copy where the disk has no second names."""
+    """A hard link, a second name for the file; a copy where the disk has no hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -194,7 +193,7 @@ def write_json(path: str, content: dict) -> None:
 
 
 def read_json(path: str) -> dict:
-    """{} where it is not there, or not JSON any more."""
+    """{} where the file is missing or is not JSON."""
     try:
         with open(path) as file:
             return json.load(file)
@@ -202,15 +201,15 @@ def read_json(path: str) -> dict:
         return {}
 
 
-PIECE, BLOCK = 2**26, 2**20  # bytes that are summed up, and read, at a time
+PIECE, BLOCK = 2**26, 2**20  # bytes of a piece, and bytes read at a time
 
 
 def digest_files(folder: str, wanted: str = ".*") -> dict[str, list[str]]:
-    """{name: SHA-256 of each of its pieces} of the files below the folder whose names match, but
-    manifest.json. Ranks and threads share the pieces, not the files: one may be as large as all
-    the others."""
+    """{name: SHA-256 of each of its pieces} of the files below the folder whose names match
+    `wanted`, without manifest.json. Ranks and threads share pieces rather than files, since one
+    file may be as large as all others."""
 
-    def list_pieces() -> list[tuple[str, int]]:  # by rank 0: a network's disk may lag elsewhere
+    def list_pieces() -> list[tuple[str, int]]:  # rank 0 asks: a network disk may lag elsewhere
         paths = glob.glob(os.path.join(glob.escape(folder), "**"), recursive=True)
         sizes = {os.path.relpath(p, folder): os.path.getsize(p) for p in paths if os.path.isfile(p)}
         sizes = {name: size for name, size in sizes.items() if re.fullmatch(wanted, name)}

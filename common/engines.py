@@ -13,18 +13,18 @@ from given import model as given
 
 
 def dtype_of(args) -> str:
-    has_bfloat16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)  # a T4 has not
+    has_bfloat16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)  # not on a T4
     auto = "bfloat16" if has_bfloat16 else "float32"
     return auto if args.dtype == "auto" else args.dtype
 
 
 def load_tokenizer(args):
-    """The tokenizer of --model. Raises UsageError for a model that cannot be used, or is too short
-    for --max-model-len tokens, and for a chat without a template."""
+    """The tokenizer of --model. Raises UsageError for a model that cannot be used or that was not
+    made for --max-model-len tokens, and for --chat without a chat template."""
     config, tokenizer = given.load(args.model, args.trust_remote_code)
     text_config = config.get_text_config()
     longest = getattr(text_config, "max_position_embeddings", args.max_model_len)
-    what = f"--max-model-len {args.max_model_len}: {args.model} was made for at most {longest}"
+    what = f"--max-model-len {args.max_model_len}: {args.model} supports at most {longest}"
     require(args.max_model_len <= longest, f"{what} tokens")
     chat.check(args, tokenizer, config)
     return tokenizer
@@ -36,10 +36,10 @@ def count_tokens(tokenizer) -> int:
 
 
 def load_model(args, tokenizer, folder: str = "") -> torch.nn.Module:
-    """The causal language model of --model, or of a checkpoint folder; in evaluation mode. Where
-    its vocabulary is padded beyond the tokenizer's (DeepSeekMath: 102,400 rows for 100,015 tokens)
-    the logits end with the last token, as the sampler's do: what cannot be decoded has no
-    probability. Raises UsageError where weights are missing, or log-probs would be wrong."""
+    """The causal language model of --model, or of a checkpoint folder, in evaluation mode. Some
+    vocabularies are padded (DeepSeekMath: 102,400 rows for 100,015 tokens). Logits of the padding,
+    which cannot be decoded, are cut off, as in the sampler. Raises UsageError where weights are
+    missing, or where log-probs would be wrong."""
     from transformers import AutoModelForCausalLM
 
     path, trust = folder or args.model, args.trust_remote_code
@@ -53,7 +53,7 @@ def load_model(args, tokenizer, folder: str = "") -> torch.nn.Module:
     given.check_weights(path, report)
     num_tokens = count_tokens(tokenizer)
     if getattr(model.config, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # Gemma 2: SDPA would leave that out, in silence
+        model.set_attn_implementation("eager")  # Gemma 2: SDPA would silently skip that
     weights.check_head(model.eval())
     head = model.get_output_embeddings()
     if num_tokens < len(head.weight):
@@ -64,16 +64,16 @@ def load_model(args, tokenizer, folder: str = "") -> torch.nn.Module:
 
 
 def initialize(model: torch.nn.Module, args):
-    """A DeepSpeed engine: AdamW (0.9, 0.999) without weight decay, gradients clipped; no dropout,
-    not even in the update: the old log-probs have none."""
+    """A DeepSpeed engine: AdamW (0.9, 0.999) without weight decay, gradients clipped, dropout off:
+    even in the update, since the old log-probs have none."""
     import deepspeed
 
-    dist.barrier()  # a slow disk: in DeepSpeed's own group, which comes next, patience is shorter
-    # its C++ module for ranks that share memory is for inference: without it no compiler is needed
+    dist.barrier()  # for slow disks: the group that DeepSpeed makes next waits less long
+    # its C++ module for ranks that share memory serves inference only, and would need a compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     adamw = {"betas": (0.9, 0.999), "weight_decay": 0.0, "torch_adam": True}
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # micro-batches are ours, of any number and size
+        "train_micro_batch_size_per_gpu": 1,  # a dummy: we cut micro-batches ourselves
         "gradient_clipping": args.max_grad_norm,
         "zero_optimization": {"stage": args.zero_stage},
         "bf16": {"enabled": dtype_of(args) == "bfloat16"},
@@ -89,21 +89,21 @@ def initialize(model: torch.nn.Module, args):
 
 
 def checkpoint_activations(model: torch.nn.Module) -> None:
-    """Layers keep their inputs alone and run again in the backward pass. (transformers' own way
-    works in training mode only, which has dropout.)"""
+    """Layers keep only their inputs, and run again in the backward pass. (transformers' own way
+    works only in training mode, which has dropout.)"""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
-    require(layers, "--gradient-checkpointing: this model's layers do not support it")
+    require(layers, "--gradient-checkpointing: this model does not support it; leave it out")
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def step(engine, learning_rate: float) -> float:
-    """One optimizer step of a DeepSpeed engine; the norm of its gradients before clipping."""
+    """One optimizer step of a DeepSpeed engine; returns its gradients' norm before clipping."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
-    # ZeRO 0 in float32 is the one case in which DeepSpeed does not report the norm.
+    # DeepSpeed reports the norm, except for ZeRO 0 in float32.
     grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
     norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
     engine.step()
@@ -123,8 +123,8 @@ def discard_gradients(engine) -> None:
 def score(
     model: torch.nn.Module, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """(N, H), (N,) -> (N,) log-probs of the tokens. The head runs in chunks, which the backward
-    pass computes again: float32 logits never exist for more than 1,024 tokens."""
+    """(N, H), (N,) -> (N,) log-probs of the tokens. The output head runs in chunks, which the
+    backward pass computes again, so float32 logits exist for 1,024 tokens at most at a time."""
     model = getattr(model, "module", model)  # of a DeepSpeed engine
     head, config = model.get_output_embeddings(), model.config
 
@@ -140,8 +140,8 @@ def score(
 
 
 def whole(parameters):
-    """In this context each rank has all of the weights that ZeRO 3 spreads over the ranks, which
-    must enter it together; with any other stage it does nothing."""
+    """A context in which each rank holds whole weights, which ZeRO 3 splits over the ranks. All
+    ranks must enter it together. With other stages it does nothing."""
     parts = list({id(p): p for p in parameters if hasattr(p, "ds_id")}.values())
     if not parts:
         return contextlib.nullcontext()
@@ -152,8 +152,8 @@ def whole(parameters):
 
 @contextlib.contextmanager
 def lend(model: torch.nn.Module, device: torch.device):
-    """In this context the weights of `model` are on the device. The host keeps its own, so nothing
-    has to be copied back."""
+    """A context in which the weights of `model` are on the device. The CPU's memory keeps its copy,
+    so nothing is copied back."""
     tensors = [*model.parameters(), *model.buffers()]
     kept = [tensor.data for tensor in tensors]
     for tensor in tensors:
@@ -162,10 +162,10 @@ def lend(model: torch.nn.Module, device: torch.device):
     for tensor, data in zip(tensors, kept, strict=True):
         tensor.data = data
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what is freed would fit few of the update's tensors
+        torch.cuda.empty_cache()  # freed blocks would fit few of the update's tensors
 
 
-CHUNK = 2**24  # elements of a tensor that are float32 at a time, while vLLM needs the memory
+CHUNK = 2**24  # elements converted to float32 at a time: vLLM needs the rest of the memory
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Flags that no algorithm depends on, which the scripts inherit; and the checks of all flags."""
+"""Flags that the scripts inherit, as no algorithm depends on them; and checks of all flags."""
 
 import dataclasses
 import math
@@ -14,65 +14,66 @@ from common import require
 @dataclasses.dataclass
 class Model:
     model: str = "runs/sft/hf"
-    """checkpoint to start from and to stay close to: a folder, or a name on the hub"""
+    """the model to start from, or to evaluate: a folder, or a name on the Hugging Face hub"""
     trust_remote_code: bool = False
-    """run code that comes with the model: Python files, weights that are pickles (.bin)"""
+    """allow a model's own Python files and pickled weights (.bin), which can run any code"""
     chat: bool = False
-    """a prompt is a user's message, written as the model's chat template has it"""
+    """for chat models: write each prompt as a user's message, by the model's chat template"""
     task: str = "chain"
-    """chain (embedded), gsm8k, math or jsonl (your own)"""
+    """the problems: chain (embedded, no download), gsm8k, math or jsonl (your own)"""
     data_dir: str = ""
-    """folder of JSONL files; without one gsm8k and math come from the hub; or, for jsonl, of
-    Parquet files, or a data set's name on the hub, as hub:OWNER/NAME"""
+    """folder with the problems, in JSONL files; empty: gsm8k and math come from the hub
+    for --task jsonl also a folder of Parquet files, or a data set on the hub: hub:OWNER/NAME"""
     prompt_field: str = "prompt"
-    """for --task jsonl: the field, or column, that has the problem"""
+    """for --task jsonl: the field (column) with the problem"""
     answer_field: str = "answer"
-    """the field with the right answer, or a solution that has it behind #### or in its last box"""
+    """the field with the right answer, or with a solution that has it after #### or in a box"""
     solution_field: str = "solution"
-    """the field with what sft.py learns to write"""
+    """the field with the solution that sft.py learns to write"""
     grading_rule: Literal["auto", "####", "boxed"] = "auto"
-    """for --task jsonl: an answer is the number behind #### (auto) or what the last box says"""
+    """for --task jsonl: the answer is the number after #### (auto) or the last LaTeX box"""
     step_rule: Literal["auto", "line", "gsm8k", "math"] = "auto"
-    """for --task jsonl: where a reasoning step ends; auto: at the end of a line"""
+    """for --task jsonl: a reasoning step ends with each line (auto) or each sentence (math)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on a GPU that has it, else float32; the optimizer's weights are float32"""
+    """of the model (the optimizer has float32); auto: bfloat16 where a GPU has it, else float32"""
     max_model_len: int = 128
-    """tokens of prompt + response; prompts that leave no room are dropped and counted"""
+    """most tokens of prompt + response; prompts too long for it are dropped, and counted"""
     seed: int = 1
-    """decides every draw: prompts, samples, rollouts, minibatches"""
+    """decides all that is drawn at random: prompts, samples, rollouts, minibatches"""
 
 
 @dataclasses.dataclass
 class Sampler:
     stop: str = ""
-    """a string that ends a response; its ids are cut off and no EOS is put in their place"""
+    """a text that ends a response, as EOS does; it is cut off, and no EOS takes its place"""
     tensor_parallel_size: int = 1
-    """ranks that hold one vLLM engine together, for models too large for one GPU's share"""
+    """GPUs that hold one vLLM engine together; raise it for models too large for one GPU"""
     gpu_memory_utilization: float = 0.5
-    """share of a GPU's memory for vLLM while it samples (it sleeps during the update)"""
+    """share of a GPU's memory that vLLM has while it samples; the update has all of it"""
 
 
 @dataclasses.dataclass
 class Run:
     output_dir: str = ""
-    """the run's folder; default runs/<script>-<task>-seed<seed>"""
+    """the run's folder; empty: runs/<script>-<task>-seed<seed>"""
     resume: Literal["no", "auto"] = "no"
-    """auto: go on from the newest checkpoint in the run's folder"""
+    """auto: continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
     """log to Weights & Biases too (pip install wandb); TensorBoard files are always written"""
     zero_stage: Literal[0, 2, 3] = 0
-    """DeepSpeed ZeRO: 2 shards gradients and optimizer state over the ranks, 3 weights too"""
+    """DeepSpeed ZeRO saves memory: 2 splits optimizer and gradients over ranks, 3 weights too"""
     micro_batch_tokens: int = 4096
-    """tokens of one forward pass, padding included, per rank: decides memory, never results"""
+    """tokens of one forward pass on a rank, a micro-batch; fewer need less memory, same results"""
     gradient_checkpointing: bool = False
-    """the backward pass computes activations again: less memory, more time"""
+    """compute activations again in the backward pass: less memory, more time"""
     eval_every: int = 5
     """iterations between evaluations on validation problems; 0: never"""
     eval_problems: int = 100
+    """validation problems that are evaluated, the first ones"""
     save_every: int = 5
     """iterations between checkpoints; the last iteration always has one"""
     keep_checkpoints: int = 2
-    """the newest ones, and the best on validation problems"""
+    """how many new ones stay; so do the weights of the best one on validation problems"""
 
 
 @dataclasses.dataclass
@@ -80,9 +81,10 @@ class Training(Model, Sampler, Run):
     eval_rounds: int = 4
     """responses per validation problem"""
     eval_temperature: float = 0.35
+    """sampling temperature of evaluations"""
 
 
-# May change when a run is resumed: results do not, but for float noise.
+# These may change when a run is resumed: results stay the same, except for rounding.
 FREE = ("resume", "output_dir", "track", "save_every", "keep_checkpoints", "micro_batch_tokens")
 FREE += ("gradient_checkpointing", "gpu_memory_utilization")
 
@@ -106,7 +108,7 @@ RANGES = (
 
 def check(args, num_responses: int = 0) -> None:
     """Raises UsageError for flags out of range, and where minibatches do not divide the responses
-    of an iteration (0: they need not)."""
+    of an iteration (`num_responses`; 0: they need not)."""
     for names, holds, allowed in RANGES:
         for name in (name for name in names if hasattr(args, name)):
             value = getattr(args, name)
@@ -114,14 +116,14 @@ def check(args, num_responses: int = 0) -> None:
     if hasattr(args, "max_response_len"):
         require(
             args.max_response_len < args.max_model_len,
-            f"--max-response-len {args.max_response_len} leaves no room for a prompt in "
-            f"--max-model-len {args.max_model_len}",
+            f"--max-response-len {args.max_response_len} leaves no room for a prompt: it must be "
+            f"less than --max-model-len {args.max_model_len}",
         )
     if num_responses:
         require(
             num_responses % args.minibatch_size == 0,
-            f"--minibatch-size {args.minibatch_size} does not divide the {num_responses} responses "
-            f"of an iteration (--num-prompts {args.num_prompts} x --group-size {args.group_size})",
+            f"--minibatch-size {args.minibatch_size}: must divide the {num_responses} responses of "
+            f"an iteration (--num-prompts {args.num_prompts} x --group-size {args.group_size})",
         )
 
 
@@ -137,8 +139,8 @@ def describe_batch(args) -> str:
 
 
 def parse(script):
-    """The command line as `script`, a script's Args. In --help each class that Args is made of has
-    a group of its own: the script's flags first, then those that it inherits."""
+    """The command line as an object of `script`, a script's Args. --help shows a group of flags for
+    each class that Args is made of: the script's own first, then those that it inherits."""
     parts, taken = {}, set()
     for owner in filter(dataclasses.is_dataclass, script.__mro__):
         # derived from the script, so that the help texts are found

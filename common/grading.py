@@ -1,4 +1,4 @@
-"""Response and answer -> reward. Nothing that a model writes is ever evaluated.
+"""Response and answer -> reward. What a model writes is never run as code.
 
 python -m common.grading FILE.jsonl     grades a file of responses, as mathequal/__main__.py says
 """
@@ -33,7 +33,7 @@ def grade(response: str, answer: str) -> float:
 
 
 class Rule(NamedTuple):
-    is_gradable: Callable[[str], bool]  # an answer: could a response be right?
+    is_gradable: Callable[[str], bool]  # takes an answer: could a response match it?
     grade: Callable[[str, str], float]
 
 
@@ -45,7 +45,7 @@ RULES = {
 
 def grade_all(tokenizer, samples: list, answers: list[str], rule: str) -> list[float]:
     """Rewards of sampling.Samples; one that was cut off at the limit gets 0 whatever it says. Every
-    rank must call it with all of them: each grades its share. `rule`: a key of RULES."""
+    rank must call it with all samples: each grades its share. `rule`: a key of RULES."""
     mine = ranks.share(samples)
     ids = [sample.ids for sample in mine]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if mine else []

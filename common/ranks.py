@@ -1,4 +1,4 @@
-"""Many processes as one: each does its share of a list, then all have the whole."""
+"""Many processes (ranks) as one: each works on its share of a list, then all get the whole."""
 
 import ctypes
 import functools
@@ -19,8 +19,8 @@ from common import require
 from given import machine
 
 PR_SET_PDEATHSIG = 1
-# How long a rank waits for a slow one: rank 0 alone writes hf/, for which DeepSpeed's ten minutes
-# may be too short. A process that dies is noticed at once, a machine without power after this time.
+# How long a rank waits for a slow one: only rank 0 writes hf/, which may take more than DeepSpeed's
+# ten minutes. A process that dies is noticed at once, a machine that loses power after this time.
 PATIENCE = timedelta(hours=3)
 ENVIRONMENT = {
     "DS_LOG_LEVEL": "error",
@@ -36,33 +36,33 @@ ON_A_CPU = {
 
 
 def set_up() -> tuple[int, int, torch.device]:
-    """(rank, world size, device). Without torchrun it fills in the variables of one process."""
+    """(rank, number of ranks, device). Without torchrun it sets the variables for one process."""
     if not dist.is_initialized():  # the first call
         machine.check_launch()
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    else:  # where torchrun is killed, its ranks must not go on, beside those of the next start
+    else:  # if torchrun is killed, its ranks must end too, or they disturb the next start
         ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not dist.is_initialized():
         machine.check_that_there_is_none()
     for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | ON_A_CPU).items():
         os.environ.setdefault(name, value)
-    sys.stdout.reconfigure(errors="backslashreplace")  # a model writes what no terminal shows
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of the engines, about each other
+    sys.stdout.reconfigure(errors="backslashreplace")  # models write what terminals cannot show
+    warnings.filterwarnings("ignore", category=FutureWarning)  # which engines give about each other
     local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         what = f"local rank {local_rank} needs a GPU of its own, PyTorch sees {num_gpus} here"
-        require(local_rank < num_gpus, f"{what} (--nproc-per-node, CUDA_VISIBLE_DEVICES)")
+        require(local_rank < num_gpus, f"{what}: see --nproc-per-node, CUDA_VISIBLE_DEVICES")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         hook = sys.excepthook
-        # Bound to a device, as by DeepSpeed, new groups of vLLM would need all ranks at one time.
+        # Not bound to a device, as DeepSpeed's is: vLLM's new groups would need all ranks at once.
         backend, alone = "cpu:gloo,cuda:nccl" if on_gpu else "gloo", os.environ["WORLD_SIZE"] == "1"
         place = dict(store=dist.HashStore(), rank=0, world_size=1) if alone else {}  # needs no port
         dist.init_process_group(backend, timeout=PATIENCE, **place)
-        sys.excepthook = hook  # torch's puts the rank before every line of a message
+        sys.excepthook = hook  # torch's would put the rank before each line
     return dist.get_rank(), dist.get_world_size(), device
 
 
@@ -77,8 +77,8 @@ def say(text: str) -> None:
 
 
 def share(items: list, size: int = 1) -> list:
-    """This rank's contiguous share (or that of the `size` ranks that work as one); the lengths of
-    the shares differ by one at most."""
+    """This rank's contiguous share (or the one that `size` ranks have together); the lengths of
+    shares differ by one at most."""
     part, parts = dist.get_rank() // size, dist.get_world_size() // size
     return items[len(items) * part // parts : len(items) * (part + 1) // parts]
 
@@ -93,15 +93,15 @@ def gather(items: list) -> list:
 
 
 def add_up(tensor: torch.Tensor) -> None:
-    """In place, the sum of the ranks' tensors. A process alone asks nobody: gloo would copy large
-    tensors in a thread of its own, with OpenMP threads of its own; those are then more than the
-    cores, so libgomp's no longer spin, and everything that is parallel takes twice the time."""
+    """In place, the sum of the ranks' tensors. A single process does nothing: gloo would copy large
+    tensors in a thread with OpenMP threads of its own. There would be more threads than cores, so
+    libgomp's would no longer spin, and all parallel work would take twice the time."""
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor)
 
 
 def shared_map(function: Callable, items: list) -> list:
-    """[function(item) for item in items]; each rank computes its share."""
+    """[function(item) for item in items], of which each rank computes its share."""
     return gather([function(item) for item in share(items)])
 
 
@@ -120,7 +120,7 @@ def seed_of(*parts: int | str) -> int:
 
 def draw(num_items: int, start: int, count: int, *seed: int | str) -> list[int]:
     """Items start ... start + count - 1 of an endless stream of shuffled epochs: no repeats inside
-    an epoch, the same on every rank, and nothing to skip on resume."""
+    an epoch, the same on every rank. A resumed run goes on where the stream was."""
     indices: list[int] = []
     while len(indices) < count:
         epoch, position = divmod(start + len(indices), num_items)
@@ -129,7 +129,7 @@ def draw(num_items: int, start: int, count: int, *seed: int | str) -> list[int]:
     return indices
 
 
-@functools.lru_cache(maxsize=4)  # an epoch of many draws is shuffled once
+@functools.lru_cache(maxsize=4)  # an epoch that many draws ask for is shuffled once
 def shuffled(num_items: int, seed: int) -> tuple[int, ...]:
     order = list(range(num_items))
     random.Random(seed).shuffle(order)

@@ -29,20 +29,20 @@ SHOWN = {  # on the console: the name there, and what it means, which is said on
     "policy/weight_distance": ("weights moved", "distance from the first weights, relative"),
     "policy/sampler_gap": ("sampler gap", "mean |log-prob by vLLM - by the trainer|"),
 }
-# Mean |log-prob of the sampler - of the trainer| over tokens above which a run stops: 1,000 times
-# what kernels that differ cause. (A learning rate of 1e-6 stays below it in bfloat16 for long.)
+# A run stops when the mean over tokens of |log-prob of the sampler - of the trainer| is above this,
+# 1,000 times what different kernels cause. (In bfloat16 one missed update at 1e-6 is below it.)
 MAX_SAMPLER_GAP = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 class Run:
     """A folder with args.json, metrics.jsonl, episodes.jsonl, tensorboard/ and checkpoints/; and hf
-    and best, the newest checkpoint and that with the highest pass@1 (sft.py: the lowest loss) on
-    validation problems, in the form that transformers, vLLM and evaluate.py load."""
+    and best, links to the newest checkpoint and to that with the highest pass@1 (sft.py: the lowest
+    loss) on validation problems, in the form that transformers, vLLM and evaluate.py load."""
 
     def __init__(self, script: str, args):
-        """Checks the folder and claims it. Raises UsageError for one that cannot be written to,
-        that another process has or that holds a run which is not to be resumed; for a resume of
-        nothing, or of a run with other settings."""
+        """Checks the folder and claims it. Raises UsageError where it cannot be written to, where
+        another process uses it, where it holds a run and --resume is not given; and where --resume
+        finds no run, or one with other settings."""
         rank, world_size, _ = ranks.set_up()
         script = os.path.splitext(os.path.basename(script))[0]
         path = args.output_dir or f"runs/{script}-{args.task}-seed{args.seed}"
@@ -54,15 +54,15 @@ class Run:
         if self.is_main:
             if args.track:
                 tracking.check()
-            self.lock = folder.claim(self.folder, args.resume)  # while this process lives
-        # when the run is resumed, other weights or problems may lie there
+            self.lock = folder.claim(self.folder, args.resume)  # until this process ends
+        # so that a resumed run notices other weights or problems there
         self.settings["model_files"] = folder.fingerprint(args.model, folder.MODEL_FILES)
         self.settings["data_files"] = folder.fingerprint(args.data_dir, folder.DATA_FILES)
         self.checkpoints = Checkpoints(self.folder, self.settings, args.keep_checkpoints)
         if self.is_main and args.resume == "auto":
             begun = read_json(os.path.join(self.folder, "args.json"))
             differing = compare_settings(begun, self.settings)
-            what = f"--resume auto: {self.folder} was made with other settings"
+            what = f"--resume auto: {self.folder} needs the settings that it began with"
             require(not differing, f"{what}: {differing}")
 
     def open(self, trained: dict, total: int) -> int:
@@ -80,7 +80,7 @@ class Run:
             write_json(os.path.join(self.folder, "args.json"), self.settings)
             self.keep_lines("metrics.jsonl", done)
             self.keep_lines("episodes.jsonl", done)
-            if done:  # a kill may have come between the checkpoint and its link
+            if done:  # a kill may have come before the links were set
                 self.checkpoints.tidy_up(self.read_scores())
             from torch.utils.tensorboard import SummaryWriter
 
@@ -95,15 +95,15 @@ class Run:
         return done
 
     def expect(self, total: int) -> None:
-        """How many iterations there will be, where that was not known before."""
+        """Tells the number of iterations, where `open` could not know it."""
         self.bar.total = total
 
     def on_sigterm(self, *_) -> None:
-        """The iteration is finished and saved, then the run ends; a kill before costs it alone."""
+        """Lets the iteration end and saves it, then ends the run. A kill loses this iteration."""
         self.terminated = True
 
     def keep_lines(self, name: str, done: int) -> None:
-        """Drops what a killed run wrote after its newest checkpoint, half a line included."""
+        """Drops what a killed run wrote after its newest checkpoint, and a line that is cut off."""
         path, lines = os.path.join(self.folder, name), []
         if os.path.exists(path):
             with open(path) as file:
@@ -165,13 +165,13 @@ class Run:
         self.bar.update()
 
     def check(self, metrics: dict[str, float], **batch: torch.Tensor) -> None:
-        """Stops where a number is not finite, or sampler and trainer differ: RunError, after
-        writing all of it to <folder>/stopped_<iteration>.pt. All ranks must call it alike."""
+        """Raises RunError where a number is not finite or sampler and trainer differ, and writes
+        it all to <folder>/stopped_<iteration>.pt. All ranks must call it with the same values."""
         wrong = [f"{name} is {x}" for name, x in metrics.items() if not math.isfinite(x)]
         wrong += [f"{name} is not finite" for name, x in batch.items() if not x.isfinite().all()]
         gap = metrics.get("policy/sampler_gap", 0.0)
         if gap > (limit := MAX_SAMPLER_GAP[engines.dtype_of(self.args)]):
-            why = "vLLM has other weights than the trainer, or computes otherwise"
+            why = "vLLM's weights or arithmetic are not those of the trainer"
             wrong.append(f"policy/sampler_gap is {gap:.2g}, above {limit:g}: {why}")
         if not wrong:
             return
@@ -179,8 +179,8 @@ class Run:
         if self.is_main:
             torch.save({**batch, **metrics}, path)
         raise RunError(
-            f"iteration {self.iteration}: {', '.join(wrong)}; the batch is in {path}, the last "
-            "checkpoint is from before it (--resume auto)"
+            f"iteration {self.iteration}: {', '.join(wrong)}; the batch is saved in {path}, and "
+            "--resume auto goes back to the last checkpoint before it"
         )
 
     def episode(
@@ -212,7 +212,7 @@ class Run:
         if self.is_main:
             self.checkpoints.tidy_up(self.read_scores())
         if self.stopping and iteration != self.bar.total:
-            ranks.say(f"SIGTERM: checkpoint {iteration} is written; --resume auto goes on with it")
+            ranks.say(f"SIGTERM: checkpoint {iteration} is written; continue with --resume auto")
             sys.stdout.flush()
             os._exit(128 + signal.SIGTERM)
 

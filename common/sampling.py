@@ -1,4 +1,4 @@
-"""vLLM inside the training process: weights synced in memory, every call made by all ranks."""
+"""vLLM inside the training process: weights are copied in memory, all ranks make every call."""
 
 import os
 import random
@@ -14,13 +14,13 @@ from common.steps import prefix_decoder, tokens_until
 from given import weights
 from given.model import check_stop
 
-# The engine runs in this process (its default is a process of its own): it shares our
+# The engine runs in this process, not in one of its own as by default: it shares our
 # torch.distributed world, our memory and our random generators.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # or every rank binds the same cores
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all ranks bind the same cores
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# FlashInfer's sampler is compiled at the first start: minutes, or an error where nvcc is not found
+# FlashInfer's sampler would be compiled at the first start: for minutes, or in vain without nvcc
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
@@ -32,18 +32,18 @@ class Sample(NamedTuple):
 
 
 class Sampler:
-    """One engine a rank, or one for --tensor-parallel-size ranks together."""
+    """One engine for each rank, or for --tensor-parallel-size ranks together."""
 
     def __init__(self, args, tokenizer):
-        """Loads --model, which must lie on a disk of every rank."""
+        """Loads --model, which every rank must find on a disk."""
         self.args, self.tokenizer, self.size = args, tokenizer, args.tensor_parallel_size
         world_size, what = dist.get_world_size(), f"--tensor-parallel-size {self.size}"
         fits = self.size >= 1 and world_size % self.size == 0
-        require(fits, f"{what}: does not divide the number of ranks, {world_size}")
+        require(fits, f"{what}: must divide the number of ranks, which is {world_size}")
         check_stop(args.stop, tokenizer)
         if self.size > 1:
             name_shared_memory()
-        from vllm import LLM  # it takes seconds, for which a mistyped flag should not wait
+        from vllm import LLM  # takes seconds: after the checks of flags
 
         weights.leave_classes_alone()
         self.on_gpu = torch.cuda.is_available()
@@ -55,7 +55,7 @@ class Sampler:
             max_num_batched_tokens=16_384,
             distributed_executor_backend="external_launcher",
             enforce_eager=not self.on_gpu,
-            # of the prefix cache, which knows whole blocks only; a CPU's default is 128 tokens
+            # of the prefix cache, which holds whole blocks only; a CPU's default is 128 tokens
             block_size=None if self.on_gpu else 32,
             enable_sleep_mode=self.on_gpu,
             gpu_memory_utilization=args.gpu_memory_utilization,
@@ -67,18 +67,18 @@ class Sampler:
         )
         try:
             self.llm = LLM(**settings)
-        except Exception as error:  # of any kind: it shows, above the line that says what to do
-            what = f"vLLM did not start with --model {args.model} ({type(error).__name__}, above)"
-            hint = "docs/models.md has what works; for memory, --gpu-memory-utilization"
+        except Exception as error:  # of any kind: shown above our line
+            what = f"vLLM cannot start with --model {args.model} ({type(error).__name__}, above)"
+            hint = "see docs/models.md or, if memory ran out, change --gpu-memory-utilization"
             raise UsageError(f"{what}: {hint}") from error
         self.temperature = 1.0
         self.llm.apply_model(self.scale_logits)
         (self.has_head,) = {*self.llm.apply_model(weights.has_head)}
 
     def scale_logits(self, model: torch.nn.Module) -> None:
-        """The engine's model divides its logits by the temperature itself, so that the log-probs
-        that vLLM reports are those of the trainer: with the temperature, before top-p. And ids
-        beyond the tokenizer's, of padded embeddings, get no probability."""
+        """Makes the engine's model divide its logits by the temperature itself. So vLLM reports the
+        log-probs that the trainer computes: with the temperature, before top-p. Ids beyond the
+        tokenizer's (padded embeddings) get no probability."""
         compute_logits, num_tokens = model.compute_logits, engines.count_tokens(self.tokenizer)
 
         def compute_scaled_logits(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -98,16 +98,16 @@ class Sampler:
         logprobs: bool = False,
         progress: bool = False,
     ) -> list[list[Sample]]:
-        """`n` samples for each prompt, at most `max_tokens[i]` tokens each; `seed` decides all of
-        them. Each engine samples for its share of the prompts, then all ranks have all samples."""
+        """`n` samples for each prompt, of at most `max_tokens[i]` tokens; `seed` decides them all.
+        Each engine samples for its share of the prompts, then all ranks get all samples."""
         from vllm import SamplingParams, TokensPrompt
 
-        # No seed on the requests: vLLM gives n samples of one the seeds s, s + 1, ..., so
-        # neighbouring requests would share their noise, and on a CPU seeded requests crash the
-        # engine when a prefill is cut.
-        first = dist.get_rank() // self.size * self.size  # of the ranks of this engine
+        # Requests get no seeds. From a seed s, vLLM gives the n samples the seeds s, s + 1, ..., so
+        # neighbouring requests would share their noise; and on a CPU seeded requests crash the
+        # engine when it cuts a prefill.
+        first = dist.get_rank() // self.size * self.size  # this engine's first rank
         number = ranks.seed_of(*seed, first)
-        torch.manual_seed(number)  # the CPU's sampler; on a GPU vLLM asks numpy and random
+        torch.manual_seed(number)  # for the CPU; on a GPU vLLM uses numpy and random
         np.random.seed(number % 2**32)
         random.seed(number)
         self.temperature = temperature
@@ -132,11 +132,11 @@ class Sampler:
     def read(self, output) -> Sample:
         ids, stop = list(output.token_ids), self.args.stop
         stopped = bool(stop) and output.stop_reason == stop
-        if stopped:  # without the tokens that begin inside the stop string
+        if stopped:  # cut off the tokens that begin inside the stop string
             decode_until = prefix_decoder(ids, self.tokenizer)
             text, _, _ = decode_until(len(ids)).partition(stop)
             kept = tokens_until(len(ids), text, decode_until)
-            if decode_until(kept) != text:  # does the last one add spaces alone? then it goes too
+            if decode_until(kept) != text:  # the last one adds only spaces: it goes too
                 kept = tokens_until(len(ids), text.rstrip(" "), decode_until)
             ids = ids[:kept]
         logprobs = [at[i].logprob for i, at in zip(ids, output.logprobs or [], strict=False)]
@@ -152,8 +152,8 @@ class Sampler:
         temperature: float = 0.0,
         progress: bool = False,
     ) -> list[float]:
-        """The share of right responses out of `rounds` (0: --eval-rounds, at --eval-temperature)
-        for each problem; pass@1 is their mean. `rule`: a key of grading.RULES."""
+        """For each problem the share of right responses out of `rounds` (default --eval-rounds, at
+        --eval-temperature); pass@1 is their mean. `rule`: a key of grading.RULES."""
         rounds, heat = rounds or self.args.eval_rounds, temperature or self.args.eval_temperature
         limits, words = [self.args.max_response_len] * len(prompt_ids), (seed, "evaluate")
         groups = self.generate(prompt_ids, rounds, limits, heat, words, progress=progress)
@@ -163,7 +163,7 @@ class Sampler:
         return [sum(rewards[i : i + rounds]) / rounds for i in range(0, len(rewards), rounds)]
 
     def wake(self, model: torch.nn.Module) -> None:
-        """Gives the engine the weights of `model`, and on a GPU its memory back."""
+        """Gives the engine the weights of `model`, and first, on a GPU, its memory back."""
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the update's activations held
             self.llm.wake_up(tags=["weights"])
@@ -183,16 +183,16 @@ class Sampler:
         self.llm.reset_prefix_cache()  # it holds the old policy's keys and values
 
     def sleep(self) -> None:
-        """Frees the GPU memory for training; weights and cache are dropped."""
+        """Frees the GPU's memory for training: drops weights and cache."""
         if self.on_gpu:
             self.llm.sleep(level=2)
 
 
 def describe(samples: list[Sample]) -> dict[str, float]:
-    """What goes into the metrics: lengths, and the shares of how they ended."""
+    """Metrics of the samples: lengths, and how they ended (shares)."""
     tokens = sum(len(sample.ids) for sample in samples)
     if not tokens:
-        raise RunError("all responses are empty: --stop ends each of them at once")
+        raise RunError("all responses are empty: each begins with the text of --stop")
     return {
         "rollout/response_length": tokens / len(samples),
         "rollout/unfinished": 1 - sum(sample.finished for sample in samples) / len(samples),
@@ -204,14 +204,14 @@ def describe(samples: list[Sample]) -> dict[str, float]:
 def measure_gap(
     samples: list[Sample], logprobs: torch.Tensor, response_mask: torch.Tensor
 ) -> float:
-    """Mean |log-prob of the sampler - of the trainer (B, T)| over the response tokens."""
+    """Mean over response tokens of |log-prob of the sampler - of the trainer (B, T)|."""
     sampled = pad_sequence([torch.tensor(s.logprobs) for s in samples], batch_first=True)
     return (((sampled - logprobs) * response_mask).abs().sum() / response_mask.sum()).item()
 
 
 def name_shared_memory() -> None:
-    """On a CPU the ranks of an engine talk through a file in shared memory, whose name vLLM takes
-    from nothing here: one that a killed run has left, or another run's, would be in the way."""
+    """On a CPU the ranks of an engine talk through a file in shared memory. vLLM gives it the same
+    name in every run. With the port in the name, it is not that of another run or a killed one."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     name, port = _CPUSHMDistributed.make_group_name, os.environ["MASTER_PORT"]

@@ -2,8 +2,8 @@
 
     A(i) = sum_j smoothing^|i-j| (V(s_{j+1}) - V(s_j))     a step also gets credit of its neighbours
     V(s_0) = mean of its K rollouts and of the other G - 1 responses         --reuse-responses
-    states behind the first --max-steps-valued are not valued: their steps join the last valued one
-    equal states have rollouts of their own                                  --no-share-rollouts
+    only the first --max-steps-valued states are valued: later steps join the last of them
+    equal states each get their own rollouts                                 --no-share-rollouts
 
     python -m experiments.vineppo_cheap --k 3 --smoothing 0.5 --reuse-responses
     torchrun --nproc-per-node 8 -m experiments.vineppo_cheap --k 3          docs/credit.md has more
@@ -11,8 +11,8 @@
 Shapes: P prompts, G responses per prompt, B = P * G, T tokens of the longest response, S steps of
 a response, L tokens of the longest prompt + response, K rollouts.
 Tensors of tokens are (B, T): response only, padded on the right, index t = response token t.
-b_ is the whole batch, mb_ a minibatch; every rank has all of both. Ranks share the work inside of
-common/; small letters in shapes are parts of a batch.
+Variables: b_ is the whole batch, mb_ a minibatch. Every rank (process) holds all of both; common/
+divides the work among the ranks. A small letter in a shape, such as b, is a part of the batch.
 
 Left out on purpose: value network, reward model, LoRA, entropy bonus, adaptive KL, async sampling.
 """
@@ -33,46 +33,48 @@ from common import batches, data, engines, flags, grading, ranks, run, sampling,
 class Args(flags.Training):
     # sampling
     num_prompts: int = 8
-    """per iteration, all ranks"""
+    """prompts of an iteration, over all ranks (processes)"""
     group_size: int = 8
-    """responses per prompt (TRL: num_generations, verl: rollout.n)"""
+    """responses sampled for each prompt (TRL: num_generations, verl: rollout.n)"""
     max_response_len: int = 80
-    """tokens, EOS included"""
+    """most tokens of a response, the end token EOS included; one that is cut off has reward 0"""
     temperature: float = 0.6
-    """of sampling, and of every log-prob of the trainer"""
+    """logits are divided by this, in sampling and in training; higher: more varied responses"""
     top_p: float = 1.0
-    """nucleus sampling; below 1 the sampler's distribution is not the trainer's"""
+    """nucleus sampling: only the likeliest tokens of this total probability; training ignores it"""
 
     # optimisation
     num_iterations: int = 20
-    """each samples, then updates; the learning rate falls to 0 over them"""
+    """rounds of sampling, then training; the learning rate falls to 0 over all of them"""
     learning_rate: float = 6e-5
-    """peak, after a linear warm-up"""
+    """the highest learning rate, at the end of a linear warm-up"""
     warmup_fraction: float = 0.03
-    """of all gradient steps"""
+    """share of all gradient steps in which the learning rate rises"""
     update_epochs: int = 2
-    """passes over an iteration's responses (TRL: num_iterations, verl: ppo_epochs)"""
+    """training passes over an iteration's responses (TRL: num_iterations, verl: ppo_epochs)"""
     minibatch_size: int = 16
-    """responses per gradient step, all ranks (verl: ppo_mini_batch_size * rollout.n)"""
+    """responses per gradient step, over all ranks (verl: ppo_mini_batch_size * rollout.n)"""
     max_grad_norm: float = 1.0
+    """gradients of a larger norm are scaled down to this one"""
 
     # policy loss
     clip_coef: float = 0.2
+    """PPO's clip: no gain where a token's probability ratio moves further from 1 than this"""
     kl_coef: float = 1e-4
-    """times the mean over responses of the SUM over tokens of the KL estimate"""
+    """weight of the KL to the SFT checkpoint: a SUM over tokens, then a mean over responses"""
 
     # advantage estimation
     k: int = 9
-    """rollouts per state"""
+    """rollouts per state: more measure its value better, and cost more tokens"""
     smoothing: float = 0.0
     """a step's credit also goes to its neighbours d steps away, times smoothing^d: less noise where
-    K is small, as unbiased (docs/credit.md)"""
+    K is small, without bias (docs/credit.md)"""
     reuse_responses: bool = False
-    """the other responses of a prompt count as rollouts from it"""
+    """count the other responses of a prompt as rollouts from it: they cost nothing"""
     max_steps_valued: int = 0
-    """later steps join the last valued one; 0: no cap"""
+    """most steps of a response that are valued; later ones join the last of them; 0: all"""
     share_rollouts: bool = True
-    """value equal states once. Sharers get the same noise: turn it off where they are many"""
+    """value equal states once. They share one error too: turn this off where many are equal"""
 
 
 # ==== 3. advantages ===============================================================================
@@ -102,8 +104,8 @@ def compute_advantages(
 def add_responses(
     step_values: list[list[float]], rewards: torch.Tensor, k: int, group_size: int
 ) -> list[list[float]]:
-    """(B, S) values by K rollouts, ragged, and rewards (B,) -> the same, but for the prompts, of
-    which the other G - 1 responses of the group are rollouts too."""
+    """(B, S) values by K rollouts, ragged, and rewards (B,) -> (B, S) values. Only those of the
+    prompts change: the other G - 1 responses of the group count as rollouts from the prompt."""
     groups = rewards.view(-1, group_size)
     others = (groups.sum(dim=1, keepdim=True) - groups).flatten().tolist()  # (B,)
     rows = zip(step_values, others, strict=True)
@@ -127,13 +129,12 @@ def compute_logprobs(
     response_mask: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. The one place
-    where logits are shifted against tokens; padding is on the right, where attention never looks.
-    """
+    """(b, L), (b,), (b, T) -> (b, T) log-probs of the response tokens, 0 on padding. Logits are
+    shifted against tokens only here. Padding is on the right, so causal attention never sees it."""
     output = model(input_ids, output_hidden_states=True, logits_to_keep=1, use_cache=False)
     row, t = response_mask.nonzero(as_tuple=True)  # (N,), (N,): the N response tokens
     position = prompt_lens[row] + t
-    hidden = output.hidden_states[-1][row, position - 1]  # (N, H): a token is predicted one before
+    hidden = output.hidden_states[-1][row, position - 1]  # (N, H): the position before predicts it
     logprobs = engines.score(model, hidden, input_ids[row, position], temperature)
     return torch.zeros_like(response_mask).index_put((row, t), logprobs)
 
@@ -151,16 +152,15 @@ def compute_policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A micro-batch's part of its minibatch's loss, and sums over its tokens for the log.
 
-    Tensors are (b, T). The denominators count the whole minibatch, all ranks and micro-batches, so
-    the gradient does not depend on how it was cut: tokens for the surrogate, responses for the KL.
-    """
+    Tensors are (b, T). The surrogate is divided by the tokens, the KL by the responses of the whole
+    minibatch, so the gradient does not depend on how ranks and micro-batches cut it."""
     logratio = new_logprobs - old_logprobs
     ratio = logratio.exp()
     clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     surrogate = torch.min(advantages * ratio, advantages * clipped)
-    # KL to the reference, k3, summed over tokens as in Eq. 8: a mean over tokens would be weaker by
-    # the response's length. Its gradient on samples of the policy is that of KL(reference, policy).
-    # Clamped to 10 as in the official code; the clamp of d keeps exp finite where that one is flat.
+    # KL to the reference (the estimator k3), summed over tokens as in Eq. 8: a mean would be weaker
+    # by the response's length. On samples of the policy its gradient is that of KL(reference,
+    # policy). Clamped to 10 as in the official code; clamping d first keeps exp finite.
     d = (ref_logprobs - new_logprobs).clamp(-20, 20)
     kl = (d.exp() - d - 1).clamp(0, 10)
     loss = kl_coef * (kl * response_mask).sum() / num_responses
@@ -177,14 +177,14 @@ def compute_policy_loss(
 
 
 def learning_rate_at(update: int, num_updates: int, peak: float, warmup_fraction: float) -> float:
-    """Linear warm-up, then linear to 0. (The official warm-up is logarithmic.)"""
+    """Rises linearly to the peak, then falls linearly to 0. (The official rise is logarithmic.)"""
     warmup = max(1, math.ceil(warmup_fraction * num_updates))
     return peak * min((update + 1) / warmup, (num_updates - update) / max(1, num_updates - warmup))
 
 
 # ==== 5. set-up ===================================================================================
 def main(args: Args) -> None:
-    # flags and files first: a mistake should not wait for the engines
+    # flags and files first, so that a mistake shows before the engines start
     _, world_size, device = ranks.set_up()
     num_responses = args.num_prompts * args.group_size  # B
     flags.check(args, num_responses)
@@ -197,7 +197,7 @@ def main(args: Args) -> None:
 
     model = engines.load_model(args, tokenizer)
     sampler = sampling.Sampler(args, tokenizer)
-    ref_model = copy.deepcopy(model)  # stays on the host
+    ref_model = copy.deepcopy(model)  # stays in the CPU's memory
     policy = engines.initialize(model, args)
     trained = {"policy": policy}
 
@@ -231,7 +231,7 @@ def main(args: Args) -> None:
         b_response_ids = [sample.ids for sample in samples]
         metrics |= sampling.describe(samples)
 
-        # ==== 6.3 rewards (B,): 1 for a right answer; a response that was cut off never has one ===
+        # ==== 6.3 rewards (B,): 1 if the answer is right and the response not cut off, else 0 =====
         logger.phase("grade")
         b_rewards = torch.tensor(grading.grade_all(tokenizer, samples, b_answer, task.grading_rule))
         metrics["rollout/reward"] = b_rewards.mean().item()
@@ -258,7 +258,7 @@ def main(args: Args) -> None:
                 owners, b_problem, b_response_ids, step_ends, strict=True
             )
         ]
-        # Equal states are valued once. They stand in order along the responses, so that the engine
+        # Equal states are valued once. They are listed along the responses, so that the engine
         # finds most of each in its prefix cache.
         states = list(dict.fromkeys(state for visited in b_states for state in visited))
 
@@ -266,8 +266,8 @@ def main(args: Args) -> None:
         groups = sampler.generate(
             [prompts[problem] + prefix for _, problem, *prefix in states],
             n=args.k,
-            # what is left of the episode. (The official code gives a rollout a fresh limit, which
-            # makes it the value of another episode than the one that is trained on.)
+            # what is left of the response's limit. (The official code gives each rollout the whole
+            # limit again, so it values longer episodes than those that are trained on.)
             max_tokens=[args.max_response_len - len(prefix) for _, _, *prefix in states],
             temperature=args.temperature,
             seed=(args.seed, iteration, "rollouts"),
@@ -298,7 +298,7 @@ def main(args: Args) -> None:
 
         # ==== 6.6 reference log-probs (B, T); update: epochs x minibatches x micro-batches ========
         logger.phase("logprobs")
-        sampler.sleep()  # or a GPU may have no room for the reference model
+        sampler.sleep()  # else a GPU may have no room for the reference model
         with engines.lend(ref_model, device):
             ref_logprobs = batch.map(lambda *x: compute_logprobs(ref_model, *x, args.temperature))
         record = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
@@ -330,7 +330,7 @@ def main(args: Args) -> None:
                         args.kl_coef,
                     )
                     policy.set_gradient_accumulation_boundary(i == len(passes) - 1)
-                    policy.backward(loss * world_size)  # DeepSpeed takes the mean over ranks
+                    policy.backward(loss * world_size)  # DeepSpeed averages over ranks
                     mb_sums = {name: mb_sums.get(name, 0) + x for name, x in sums.items()}
                 totals = torch.stack(list(mb_sums.values())).cpu()
                 dist.all_reduce(totals)

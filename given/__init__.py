@@ -1,1 +1,1 @@
-"""What a run is given, a machine, a folder, a model: is it usable, and what is special about it?"""
+"""Checks of what a run is given (machine, folder, model), and code for what is special in it."""

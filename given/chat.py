@@ -1,12 +1,12 @@
-"""Chat models: a prompt becomes a user's message, as the model's own template writes it."""
+"""Chat models: a prompt becomes a user's message, written by the model's own template."""
 
 from common import UsageError, ranks, require
 from given.model import find_ends
 
 
 def encode(tokenizer, prompts: list[str]) -> list[list[int]]:
-    """Each prompt as the only message of a user, then what the template writes before an answer.
-    Templates that know of thinking are told to leave it out."""
+    """Each prompt as a user's only message, then what the template writes before an answer.
+    Templates with a thinking mode are told to turn it off."""
     return [apply(tokenizer, [{"role": "user", "content": prompt}], True) for prompt in prompts]
 
 
@@ -21,8 +21,8 @@ def apply(tokenizer, messages: list[dict], answers_next: bool) -> list[int]:
 
 
 def encode_answers(tokenizer, problems: list, prompt_ids: list[list[int]]) -> list[list[int]]:
-    """The solution of each problem and what ends it, as the template writes them behind the prompt;
-    where it writes earlier turns otherwise (without the thinking), the solution alone."""
+    """The solution of each problem and what ends it, as the template writes them after the prompt.
+    Some templates write a past prompt differently; then the solution is encoded alone."""
     behind, end = len(find_behind(tokenizer)), find_end(tokenizer)
     found = []
     for problem, before in zip(problems, prompt_ids, strict=True):
@@ -36,7 +36,7 @@ def encode_answers(tokenizer, problems: list, prompt_ids: list[list[int]]) -> li
 
 
 def find_behind(tokenizer) -> list[int]:
-    """The ids that the template writes behind an answer, whatever that says."""
+    """The ids that the template writes after any answer."""
     question = {"role": "user", "content": "a"}
     answers = [{"role": "assistant", "content": text} for text in "12"]
     ids, others = (apply(tokenizer, [question, answer], False) for answer in answers)
@@ -46,8 +46,8 @@ def find_behind(tokenizer) -> list[int]:
 
 
 def find_end(tokenizer) -> list[int]:
-    """The ids with which the template ends an answer, up to the last mark: what a model should
-    learn to write there. The tokenizer's EOS where the template writes none."""
+    """The ids with which the template ends an answer, up to the last special token: a model should
+    learn to write them. The tokenizer's EOS where the template writes none."""
     behind, added = find_behind(tokenizer), tokenizer.added_tokens_decoder
     marks = {id for id, token in added.items() if token.special} | {*tokenizer.all_special_ids}
     last = max((i for i, id in enumerate(behind) if id in marks), default=-1)
@@ -55,19 +55,19 @@ def find_end(tokenizer) -> list[int]:
 
 
 def check(args, tokenizer, config) -> None:
-    """Raises UsageError where --chat cannot work; without it, says that a template is not used."""
+    """Raises UsageError where --chat cannot work; without it, notes that a template is not used."""
     template = getattr(tokenizer, "chat_template", None)
     if not args.chat:
         if template:
-            ranks.say(f"note: {args.model} has a chat template; prompts are plain text (--chat)")
+            ranks.say(f"note: {args.model} has a chat template; --chat would use it")
         return
-    require(template, f"--chat: {args.model} has no chat template")
+    require(template, f"--chat: {args.model} has no chat template; leave out --chat")
     try:
         end = find_end(tokenizer)
     except Exception as error:  # of jinja, and what a template raises
-        what = f"--chat: the template of {args.model} fails"
+        what = f"--chat: the chat template of {args.model} fails"
         raise UsageError(f"{what} ({' '.join(str(error).split())[:200]})") from None
     ends = {tokenizer.eos_token_id, *find_ends(args.model, config)}
-    what = f"the template of {args.model} ends an answer with {tokenizer.decode(end)!r}"
-    hint = "add it to eos_token_id in its generation_config.json, or responses will not end"
-    require(ends & {*end}, f"--chat: {what}, which is no EOS: {hint}")
+    what = f"the chat template of {args.model} ends an answer with {tokenizer.decode(end)!r}"
+    hint = "add it to eos_token_id in its generation_config.json, else responses will not end"
+    require(ends & {*end}, f"--chat: {what}, which is not an EOS: {hint}")

@@ -1,4 +1,4 @@
-"""The folders that a run reads and writes: are they there, whole, and nobody else's?"""
+"""The folders that a run reads and writes: do they exist, and does no other run use them?"""
 
 import atexit
 import errno
@@ -18,10 +18,10 @@ from common.checkpoints import digest_files
 
 def claim(folder: str, resume: str):
     """The open file that keeps other processes out of the folder until this one ends. Raises
-    UsageError where one is there, or the folder cannot be written to; where it holds a run that is
-    not to be resumed, or none that could be."""
+    UsageError where another process uses the folder, or it cannot be written to; where it holds a
+    run and `resume` is "no", or holds none and `resume` is "auto"."""
     what, path = f"--output-dir {folder}", os.path.join(folder, "lock")
-    require("://" not in folder, f"{what}: an address, not a folder of this machine")
+    require("://" not in folder, f"{what}: is an address; name a folder of this machine")
     try:
         is_new = not os.path.lexists(folder)
         os.makedirs(folder, exist_ok=True)
@@ -32,13 +32,13 @@ def claim(folder: str, resume: str):
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         is_taken = error.errno in (errno.EACCES, errno.EAGAIN)
-        require(not is_taken, f"{what}: another process has a run in it; name another one")
-        ranks.say(f"note: {folder} cannot be locked ({error.strerror}): start one run in it")
+        require(not is_taken, f"{what}: another process runs in it; name another folder")
+        ranks.say(f"note: {folder} cannot be locked ({error.strerror}): start only one run in it")
     if is_new:
         atexit.register(leave, folder)
     has_settings = os.path.exists(os.path.join(folder, "args.json"))
     has_run = has_settings or glob.glob(f"{glob.escape(folder)}/checkpoints/*")
-    hint = "go on with it (--resume auto) or name another --output-dir"
+    hint = "continue it with --resume auto, or name another --output-dir"
     require(resume == "auto" or not has_run, f"{folder} already holds a run: {hint}")
     what = f"--resume auto: no run to resume in {folder}"
     require(resume == "no" or has_settings, what)
@@ -46,8 +46,8 @@ def claim(folder: str, resume: str):
 
 
 def check_output(path: str) -> None:
-    """Raises UsageError for a file that could not be written when hours of work are done."""
-    require(not os.path.isdir(path), f"--output {path}: a folder; name a file")
+    """Raises UsageError for a file that cannot be written: now, not after hours of work."""
+    require(not os.path.isdir(path), f"--output {path}: is a folder; name a file in it")
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         open(path + ".tmp", "w").close()
@@ -57,7 +57,7 @@ def check_output(path: str) -> None:
 
 
 def leave(folder: str) -> None:
-    """A start that was refused leaves no folder behind."""
+    """Removes the folder where a run was refused before it wrote anything."""
     if os.path.isdir(folder) and os.listdir(folder) == ["lock"]:
         os.remove(os.path.join(folder, "lock"))
         os.rmdir(folder)
@@ -65,9 +65,9 @@ def leave(folder: str) -> None:
 
 def check_shared(folder: str) -> None:
     """Raises UsageError where a rank does not see what rank 0 writes to the folder, or its disk has
-    no symbolic links, which hf and best are."""
+    no symbolic links (which hf and best are)."""
 
-    def probe() -> tuple[str, str]:  # its name, what is wrong with a link to it
+    def probe() -> tuple[str, str]:  # the file's name, what is wrong with a link to it
         path = tempfile.mkstemp(dir=folder)[1]
         try:
             os.symlink(path, f"{path}.link")
@@ -81,22 +81,22 @@ def check_shared(folder: str) -> None:
     blind = ranks.gather([] if os.path.exists(path) else [socket.gethostname()])
     if ranks.is_main():
         os.remove(path)
-    what = "does not see what rank 0 writes there: it must be a folder that all nodes share"
+    what = "cannot see what rank 0 writes there: name a folder that all nodes share"
     require(not blind, f"--output-dir {folder}: {', '.join(sorted(set(blind)))} {what}")
-    hint = "name a folder on another disk, and copy it when the run has ended"
+    hint = "name a folder on another disk, and copy it after the run"
     require(not wrong, f"--output-dir {folder}: its disk has no symbolic links ({wrong}); {hint}")
 
 
-# Of the files in a folder, not below it, where a run of ours may lie.
+# The names of files in a folder itself: folders in it may hold a run of ours.
 MODEL_FILES = r"[^/]+\.(?:safetensors|bin|json|jinja)"
 DATA_FILES = r"(?:sft|train|validation)\.(?:jsonl|parquet)"
 
 
 def fingerprint(folder: str, wanted: str) -> str:
-    """16 hexadecimal digits that tell whether the files in the folder with such names, if it is
-    one, are still the same. Raises UsageError where some ranks have no such folder."""
+    """16 hexadecimal digits that change when files with `wanted` names in the folder do; "" where
+    there is no such file. Raises UsageError where only some ranks have the folder."""
     blind = ranks.gather([] if os.path.isdir(folder) else [socket.gethostname()])
     nowhere = len(blind) == dist.get_world_size()
-    require(nowhere or not blind, f"{folder}: no such folder on {', '.join(sorted(set(blind)))}")
+    require(nowhere or not blind, f"{folder}: is missing on {', '.join(sorted(set(blind)))}")
     digests = {} if nowhere else digest_files(folder, wanted)
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if digests else ""

@@ -1,4 +1,4 @@
-"""Weights & Biases: --track."""
+"""Logging to Weights & Biases (--track)."""
 
 import importlib.util
 import os
@@ -18,13 +18,13 @@ def check() -> None:
     hint = "`.venv/bin/wandb login`, or WANDB_MODE=offline before the command"
     try:
         has_key = not is_online or wandb.login(prompt=False)
-    except Exception as error:  # of any kind: a key that is none, no network, an old version
+    except Exception as error:  # of any kind: a wrong key, no network, an old version
         raise UsageError(f"--track: {type(error).__name__} ({error}): {hint}") from None
-    require(has_key, f"--track: no key of Weights & Biases here: {hint}")
+    require(has_key, f"--track: not logged in to Weights & Biases: {hint}")
 
 
 def start(folder: str, settings: dict) -> None:
-    """The folder has an id of its own, with which a resumed run goes on."""
+    """Starts logging, under an id that the folder keeps, so that a resumed run continues it."""
     import wandb
 
     path = os.path.join(folder, "wandb.json")

@@ -1,4 +1,4 @@
-"""What a model does with its weights, and what vLLM calls them."""
+"""How models compute logits from their head, and the names that vLLM has for weights."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ from common import require
 
 
 def finish(logits: torch.Tensor, config) -> torch.Tensor:
-    """The model's own logits from those of its head: Granite and Cohere scale them, Gemma 2 caps
-    them."""
+    """Turns the logits of a model's head into the model's own: Granite and Cohere scale them,
+    Gemma 2 caps them."""
     config = config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
@@ -20,21 +20,21 @@ def finish(logits: torch.Tensor, config) -> torch.Tensor:
 
 @torch.no_grad()
 def check_head(model: torch.nn.Module) -> None:
-    """Raises UsageError where the head on the last hidden states, and `finish`, do not give the
+    """Raises UsageError where the head on the last hidden states, then `finish`, does not give the
     logits of the model itself."""
     ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
     output = model(ids, output_hidden_states=True, use_cache=False)
     ours = finish(model.get_output_embeddings()(output.hidden_states[-1]), model.config)
     same = (output.logits - ours).abs().max() <= 0.01 * output.logits.abs().max()
-    what = f"{type(model).__name__} makes its logits in a way that is not known here"
-    require(same, f"--model: {what}: log-probs would be wrong (given/weights.py)")
+    what = f"{type(model).__name__} computes logits in a way that this code does not know"
+    require(same, f"--model: {what}, so log-probs would be wrong (given/weights.py)")
 
 
 def named_weights(
     model: torch.nn.Module, has_head: bool
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name, parameter); a tied head under its own name too where vLLM `has_head`, or it would keep
-    its old weights (named_parameters() has them once; Gemma 2 has no head in vLLM)."""
+    """(name, parameter). A head that is tied to the embeddings comes again under its own name where
+    vLLM `has_head`, which else keeps old weights. (In vLLM Gemma 2 has no head.)"""
     named = dict(model.named_parameters())
     head = model.get_output_embeddings()
     if model.config.tie_word_embeddings and has_head:
@@ -44,31 +44,31 @@ def named_weights(
 
 
 def has_head(model: torch.nn.Module) -> bool:
-    """Whether a model of vLLM's has a head of its own, perhaps in a part of it."""
+    """Whether a model of vLLM's, or a part of it, has a head of its own."""
     return any(name.split(".")[-1] == "lm_head" for name, _ in model.named_modules())
 
 
 def as_saved(model: torch.nn.Module, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A weight under the names that it has in a checkpoint: transformers holds the experts of a
-    layer in one tensor, files and vLLM's loaders have one for each."""
+    """A weight under the names that it has in a checkpoint. transformers holds all experts of a
+    layer in one tensor; files and vLLM's loaders have a tensor for each."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, {name: weight})
 
 
 def leave_classes_alone() -> None:
-    """Models that vLLM has no code of its own for (GPT-NeoX, OLMo 2, SmolLM3) it runs by their
-    classes in transformers, which it decorates for torch.compile: for the whole process, so that
-    the trainer's model of that class could not be built. They run without (a GPU samples a little
-    slower)."""
+    """vLLM has no code of its own for some models (GPT-NeoX, OLMo 2, SmolLM3). It runs their
+    transformers classes and decorates these for torch.compile in the whole process, so that the
+    trainer could not build its own model. Without the decoration, as here, a GPU samples a little
+    slower."""
     from vllm.model_executor.models.transformers.base import Base
 
     Base._decorate_cls_for_torch_compile = lambda *_, **__: None
 
 
 def pack_experts(model: torch.nn.Module) -> None:
-    """On a CPU vLLM packs the weights of experts for its kernels when it loads them, and forgets to
-    when it is given new ones (0.32.0): it would read them as if they were packed."""
+    """On a CPU vLLM packs the experts' weights for its kernels when it loads them, but not when it
+    gets new ones (0.32.0), which it would then misread as packed. This packs them."""
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None:

@@ -1,6 +1,6 @@
 """Makes .venv with what this machine needs (`make install`).
 
-Runs on Python 3.6 and later, so that the wrong one can be told so, with nothing installed.
+It runs on Python 3.6 and later with nothing installed, so that an old Python gets a message.
 """
 
 import os
@@ -19,14 +19,14 @@ def stop(message):
 
 
 def check_driver(version):
-    """Of the GPU. PyTorch's packages are for CUDA 13, which asks for a driver of its generation; an
-    older one is no error to PyTorch: it would see no GPU."""
+    """Checks the GPU's driver. PyTorch's packages are for CUDA 13, which needs a driver of its
+    generation. With an older one PyTorch gives no error: it just sees no GPU."""
     number = version.split(".")[0]
     if number.isdigit() and int(number) < 580 and not os.environ.get("ANY_DRIVER"):
         stop(
             f"the GPU's driver is {version}, PyTorch's CUDA 13 needs 580 or newer: update it, or "
-            "hide the GPU with CUDA_VISIBLE_DEVICES= to install for the CPU, or, where NVIDIA's "
-            "compatibility package is there, say ANY_DRIVER=1"
+            "hide the GPU with CUDA_VISIBLE_DEVICES= to install for the CPU, or set ANY_DRIVER=1 "
+            "if NVIDIA's compatibility package is installed"
         )
 
 
@@ -36,24 +36,24 @@ def check_machine(has_gpu):
         names = ["python3." + str(minor) for minor in (14, 13, 12, 11)]
         found = [name for name in names if shutil.which(name)]
         hint = "make PYTHON=" + found[0] + " ..." if found else "install one of " + ", ".join(names)
-        stop("Python " + version + " will not do, the engines take 3.11 to 3.14: " + hint)
+        stop("Python " + version + " does not work, the engines need 3.11 to 3.14: " + hint)
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine not in ("x86_64", "aarch64"):
         stop(
-            f"vLLM has packages for Linux on x86_64 and aarch64, this is {system} on {machine}: "
+            f"vLLM has packages for Linux on x86_64 and aarch64; this is {system} on {machine}: "
             "use a Linux machine, a virtual machine or, on Windows, WSL 2"
         )
     libc, libc_version = platform.libc_ver()
     if libc != "glibc" or tuple(map(int, libc_version.split("."))) < (2, 28):
         stop(f"vLLM needs glibc 2.28 or newer, this system has {libc or 'another'} {libc_version}")
     if has_gpu and not shutil.which(os.environ.get("CC", "cc")) and not shutil.which("gcc"):
-        stop("no C compiler: Triton builds small modules for vLLM's kernels (install gcc)")
+        stop("no C compiler, with which Triton builds modules for vLLM's kernels: install gcc")
     if has_gpu and not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
-        stop("no headers of this Python, for the same modules (on Debian: apt install python3-dev)")
+        stop("no headers of this Python, for Triton's modules (on Debian: apt install python3-dev)")
     needed = 16 if has_gpu else 5
     free = shutil.disk_usage(HERE).free / 2**30
     if free < needed:
-        stop(f"{free:.1f} GiB free in {HERE}, about {needed} are needed")
+        stop(f"{free:.1f} GiB free in {HERE}, but about {needed} are needed: make room")
     try:
         import ensurepip  # noqa: F401
     except ImportError:
@@ -66,7 +66,7 @@ def run(*command, quiet=False):
 
 
 def ask_driver():
-    """Version of the GPU's driver, "" where there is no GPU, or where it is hidden."""
+    """Version of the GPU's driver; "" if there is no GPU, or if it is hidden."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which(query[0]):
         return ""
@@ -95,11 +95,11 @@ def main():
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     index = []
     if not has_gpu:
-        # PyTorch's CPU build is not on PyPI. Where pip's own configuration has it, that is taken.
+        # PyTorch's CPU build is not on PyPI. If pip's configuration names a source, it is used.
         torch = next(one for one in extras["cpu"] if one.startswith("torch=="))
         if run(*pip, "--dry-run", "--no-deps", torch, quiet=True) != 0:
             url = os.environ.get("TORCH_CPU_INDEX") or "https://download.pytorch.org/whl/cpu"
-            print(f"install: pip does not know {torch}, taking it from {url}")
+            print(f"install: pip does not find {torch}, so it comes from {url}")
             index = ["--extra-index-url", url]
     extra = "gpu" if has_gpu else "cpu"
     if run(*pip, *index, "--editable", f".[{extra},dev]") != 0:

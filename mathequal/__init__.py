@@ -1,7 +1,7 @@
-"""Do two MATH answers say the same? Exactly, and without evaluating text.
+"""Do two MATH answers say exactly the same? Without running any of their text as code.
 
-boxes.py         a response -> the answer in its last box; is that the reference?
-process.py       asks a process of its own, with hard limits of time and memory
+boxes.py         finds the answer in a response's last box, and grades it
+process.py       starts and asks a process of its own, with hard limits of time and memory
 equivalence.py   that process: are two answers equal?
 answers.py       what an answer says: numbers, sets, intervals, matrices, ...
 

@@ -9,9 +9,9 @@ from mathequal import grade_boxed, worker
 
 
 def grade_file(path: str, graders: dict[str, Callable[[str, str], float]]) -> None:
-    """Grades JSONL rows and prints how many are as expected: "dataset" (a key of `graders`),
-    "response" (or null and "response_parts", [[text, times], ...] to be joined), "ground_truth"
-    and, where it is known, "expected" (else true)."""
+    """Grades JSONL rows and prints how many verdicts are as expected. A row has "dataset" (a key of
+    `graders`), "response" (or null and "response_parts", [[text, times], ...], which are joined),
+    "ground_truth" and, if known, the verdict "expected" (default true)."""
     sys.stdout.reconfigure(errors="backslashreplace")  # an answer may not fit the terminal
     rows = []
     with open(path, encoding="utf-8-sig") as file:

@@ -1,10 +1,10 @@
 r"""What a MATH answer says: its text -> a `Value`, compared in equivalence.py.
 
-`clean` turns many spellings into few; `read` takes the structure apart (lists, sets, intervals,
-relations, matrices, units, ...); `read_leaf` leaves what is left to latex2sympy2_extended, the
-grammar of math-verify, as a tree of placeholders: `evaluate` puts the numbers in afterwards, within
-bounds, so that 9^{9^{9}} is never worked out. Nothing is ever evaluated as code, and nothing is
-skipped: what cannot be read to its end is a spelling, equal only to itself.
+`clean` turns many spellings into few. `read` takes the structure apart (lists, sets, intervals,
+relations, matrices, units, ...). `read_leaf` gives the rest, with placeholders for numbers, to
+latex2sympy2_extended, the grammar of math-verify; `evaluate` then puts the numbers in, within
+bounds, so that 9^{9^{9}} is never computed. No text is run as code, and none is skipped: what
+cannot be read to its end is a spelling, equal only to itself.
 """
 
 # ruff: noqa: RUF001, SIM905 (letters that look alike are the point; tables of words)
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
-MAX_DIGITS, MAX_TOKENS, MAX_DEPTH, MAX_ITEMS = 200, 300, 20, 50  # of what is read
-MAX_BITS, MAX_FACTORIAL = 32_000, 3_000  # of what is worked out
+MAX_DIGITS, MAX_TOKENS, MAX_DEPTH, MAX_ITEMS = 200, 300, 20, 50  # limits on what is read
+MAX_BITS, MAX_FACTORIAL = 32_000, 3_000  # limits on what is computed
 
 
 class Unreadable(Exception):
-    """Not mathematics that we know, or too large to be worked out."""
+    """Not mathematics that this code knows, or too large to compute."""
 
 
 # ---- cleaning ------------------------------------------------------------------------------------
@@ -36,8 +36,8 @@ GREEK = "alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda m
 GREEK += "tau phi varphi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell"
 GREEK = GREEK.replace(" ", "|")
 FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp".split()
-# Plain words that mean a command, units by their spellings (they may be left out, but two that
-# differ differ), and numbers as words.
+# Plain words that mean a command; units by their spellings (an answer may leave its unit out, but
+# not give another one); and numbers as words.
 PLAIN = {name: rf"\{name} " for name in [*FUNCTIONS, "sqrt", "pi", "theta"]}
 PLAIN |= {"and": r" \and ", "or": r" \or ", "union": r"\cup "}
 PLAIN |= dict.fromkeys(("infinity", "inf", "oo"), r"\infty ")
@@ -144,7 +144,7 @@ RENAMES = [
 
 @lru_cache(10_000)
 def clean(text: str) -> str:
-    """One spelling of what is written alike; words become `"words"` in lower case."""
+    """One spelling for those that mean the same; words become `"words"` in lower case."""
     text = "".join(map(clean_character, SCRIPTS.sub(clean_script, text)))
     text = NOISE.sub(" ", ROW_END.sub(r"\\cr ", text))
     for _ in range(3):  # \text in \textbf
@@ -156,7 +156,7 @@ def clean(text: str) -> str:
     for pattern, new in RENAMES:
         text = pattern.sub(new, text)
     text = re.sub(r"\s+", " ", MIXED.sub(clean_mixed, text)).strip()
-    for _ in range(3):  # braces around all of it say nothing
+    for _ in range(3):  # braces around all of it mean nothing
         if text.startswith("{") and enclosed(text):
             text = text[1:-1].strip()
     return text
@@ -182,7 +182,7 @@ def clean_script(match: re.Match) -> str:
 
 
 def clean_words(text: str, in_text: bool) -> str:
-    r"""Runs of letters: commands, separators and words; outside \text also products of symbols."""
+    r"""Cleans runs of letters: commands, separators, words; outside \text, products of symbols."""
 
     def clean_word(match: re.Match) -> str:
         name = re.sub(r"[.\s]+", " ", match[0].lower()).strip()
@@ -235,7 +235,7 @@ class Value(NamedTuple):
     base         (digits, base)
     sets         \cup, \cap, \setminus    the sets between them
     relation     the signs                the sides between them, each a Value
-    choice       the letter               the letter and what stands behind it: (C) 12
+    choice       the letter               the letter and what comes after it: (C) 12
     """
 
     kind: str
@@ -276,8 +276,8 @@ def split(text: str, separators) -> tuple[list[str], list[str]]:
 
 @lru_cache(10_000)
 def read(text: str, thousands: bool = False) -> Value:
-    r"""The structure of a cleaned answer, "1,234" being a number if `thousands`. An item of a list
-    that cannot be read is its spelling; unbalanced brackets raise Unreadable."""
+    r"""The structure of a cleaned answer; "1,234" is a number if `thousands`. An item of a list is
+    a spelling if it cannot be read; unbalanced brackets raise Unreadable."""
     if thousands and not text.startswith(("(", "[", r"\{")):
         text = re.sub(
             r"(?<![\w.,(\[])(?<![(\[]-)\d{1,3}(?:,\d{3})+(?!,?\d)",
@@ -295,8 +295,8 @@ def read(text: str, thousands: bool = False) -> Value:
 
 
 def choose_signs(text: str, but: tuple[str, ...] = ()) -> list[str]:
-    r"""The texts that one with \pm stands for; \mp goes against a \pm. A set (`but` what opens so)
-    is one text: its items are chosen one by one."""
+    r"""The texts that one with \pm stands for; \mp has the opposite sign of \pm. A text that opens
+    with one of `but`, a set, stays as it is: its items are chosen one by one."""
     if text.startswith(but) and enclosed(text):
         return [text]
     pieces = re.split(r"\\(pm|mp)(?![a-zA-Z])", text)  # text, sign, text, ...
@@ -326,7 +326,7 @@ def spell(text: str) -> str:
 
 
 def read_structure(text: str) -> Value:
-    """One thing, without commas outside brackets. Raises Unreadable."""
+    """Reads a single item, without commas outside brackets. Raises Unreadable."""
     parts, found = split(text, RELATIONS)
     if found:
         if "" in parts:
@@ -381,7 +381,7 @@ def read_structure(text: str) -> Value:
 
 
 def enclosed(text: str) -> bool:
-    """Whether it opens with a bracket that closes with its last character."""
+    """Whether the text is in brackets: the first one closes with the last character."""
     depth = 0
     for match in TOKEN.finditer(text):
         depth += bool(OPEN.match(match[0])) - bool(CLOSE.match(match[0]))
@@ -391,8 +391,8 @@ def enclosed(text: str) -> bool:
 
 
 def strip_unit(text: str) -> tuple[str, str]:
-    """What stands before the words (degree signs, per cents) at the end, and those words, each
-    unit spelled in one way."""
+    """The text before the words (degree signs, per cents) at its end, and those words, each unit
+    in one spelling."""
     match = UNIT.fullmatch(text)
     if not match or (r"\degree" in match[2] and re.search("|".join(FUNCTIONS), match[1])):
         return text, ""
@@ -430,7 +430,7 @@ LEAF = re.compile(
 
 
 def read_leaf(text: str):
-    """A sympy expression. Raises Unreadable, also where anything of `text` is left over.
+    """A sympy expression. Raises Unreadable, also if any of `text` is left over.
 
     The grammar sees placeholders for numbers and names, and braces around every argument.
     """
@@ -440,7 +440,7 @@ def read_leaf(text: str):
     position, wanted, before = 0, 0, ""
     text = text.strip()
     if re.search(r"\^\s*(?:\w+|\{[^{}]*\})\s*\^|(?<![\d.])0[xXbBoO]", text):
-        raise Unreadable  # a^b^c, which the grammar reads from the left; 0x10
+        raise Unreadable  # a^b^c, which the grammar reads as (a^b)^c; 0x10
     while position < len(text):
         match = LEAF.match(text, position)
         if not match or len(output) > MAX_TOKENS or len(stack) > MAX_DEPTH:
@@ -499,14 +499,14 @@ def read_leaf(text: str):
         )
     except MemoryError:
         raise
-    except Exception:  # what the grammar raises is no more precise
+    except Exception:  # the grammar's errors say no more
         raise Unreadable from None
     return evaluate(tree, table)
 
 
 def evaluate(tree, table: list):
-    """A tree of placeholders v0, v1, ... with `table`'s values, worked out from its leaves. Raises
-    Unreadable where a number on the way would have more than MAX_BITS bits, or is no number."""
+    """A tree of placeholders v0, v1, ... with `table`'s values, computed from its leaves. Raises
+    Unreadable if a number on the way would have more than MAX_BITS bits, or is not a number."""
     if not isinstance(tree, sympy.Expr):
         raise Unreadable
     if tree.is_Symbol:
@@ -520,7 +520,7 @@ def evaluate(tree, table: list):
         base, power = arguments if tree.is_Pow else (sympy.E, arguments[0])
         if power.is_number and power.is_finite:
             scale = abs(sympy.log(abs(base)).evalf(15)) if base.is_number and base != 0 else 20
-            bits = abs(power.evalf(15)) * scale  # of infinity to the power of 0 they are no number
+            bits = abs(power.evalf(15)) * scale  # infinity to the power of 0 has none
             if not bits.is_finite or not bool(bits < MAX_BITS):
                 raise Unreadable
             if base.is_negative and power.is_Rational and power.q > 1 and power.q % 2:

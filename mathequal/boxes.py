@@ -12,9 +12,9 @@ MAX_LENGTH = 1_000  # characters of an answer; a longer one equals only its own 
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""What the last complete `\boxed{}` or `\fbox{}` that is not empty holds, None without one.
+    r"""The content of the last complete, non-empty `\boxed{}` or `\fbox{}`; None without one.
 
-    `\boxed 9` counts, the bare word `\boxed` in a sentence does not. Linear in the text.
+    `\boxed 9` counts, the bare word `\boxed` in a sentence does not. Takes linear time.
     """
     boxes: list[tuple[int, int]] = []  # (start, end) of what stands in a box, in order of the ends
     opened: list[tuple[int, bool]] = []  # braces that wait for their partner; whether of a box
@@ -43,9 +43,9 @@ def extract_boxed(text: str) -> str | None:
 
 
 def grade_boxed(response: str, answer: str) -> float:
-    r"""1.0 iff the response's last box holds what the answer (a MATH answer, without its box) says:
-    the same spelling but for spaces, or else what equivalence.py finds equal, in a worker process
-    with hard limits of time and memory; a worker that fails counts in `worker.failures`.
+    r"""1.0 iff the response's last box says the same as `answer` (a MATH answer, without its box):
+    the spelling is the same but for spaces, or equivalence.py finds them equal, in a worker process
+    with hard limits of time and memory. Failures of the worker count in `worker.failures`.
     """
     predicted = extract_boxed(response)
     if predicted is None or not answer.strip():

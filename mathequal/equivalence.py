@@ -1,8 +1,8 @@
-"""Are two MATH answers the same? Exactly: no tolerance, no factor of a hundred.
+"""Are two MATH answers exactly the same? No tolerance, and 5 is not 5 % or 500.
 
-`python -m mathequal.equivalence` answers lines of JSON [answer, reference] with true or false. It
-is a process of its own, which process.py starts, so that what a model writes can neither hang nor
-fill the one that trains. The conventions are the tests': tests/test_mathequal.py.
+`python -m mathequal.equivalence` answers lines of JSON [answer, reference] with true or false.
+process.py starts it as a process of its own, so that a model's text can neither hang the training
+process nor fill its memory. tests/test_mathequal.py holds the conventions.
 """
 
 import json
@@ -32,7 +32,7 @@ LABEL = re.compile(  # x, x_1, f(x), f^{-1}(2), f(g(2)), A^{-1}, (x,y), AB, |AB|
 
 
 def equal(answer: str, reference: str) -> bool:
-    """Whether `answer` says what `reference` says; what cannot be read equals only its spelling."""
+    """Whether both say the same; an answer that cannot be read equals only its own spelling."""
     answer, reference = clean(answer), clean(reference)
     if not answer or not reference:
         return False
@@ -51,8 +51,8 @@ def equal(answer: str, reference: str) -> bool:
 
 
 def choose_sides(text: str, thousands: bool) -> list[Value]:
-    r"""2/3 and 0.67 of 2/3 \approx 0.67; 11 of x \approx 11. Raises Unreadable for numbers that are
-    not near one another, which would be two answers. Both sides also of 0.56 = 56\%."""
+    r"""The sides that count as the answer: 2/3 and 0.67 of 2/3 \approx 0.67; 11 of x \approx 11;
+    both of 0.56 = 56\%. Raises Unreadable for numbers that are not close, so two answers."""
     parts, _ = split(text, (r"\approx",))
     *others, last = [read(part, thousands) for part in parts]
     if not others and last.kind == "relation" and last.data == ("=",):
@@ -87,7 +87,7 @@ def same(a: Value, b: Value) -> bool:
         return same_in_any_order(items, others)
     known = set(f"{a.unit} {b.unit}".split()) <= set(UNITS.values())
     if a.unit != b.unit and ({"am", "pm"} & {a.unit, b.unit} or (a.unit and b.unit and known)):
-        return False  # a unit may be left out, but not of a time
+        return False  # a unit may be left out, except in a time
     if len(kinds) == 2 and "choice" in kinds:  # (C) 12 is C and is 12
         choice, other = (a, b) if a.kind == "choice" else (b, a)
         return any(same(part, other) for part in choice.parts)
@@ -147,14 +147,14 @@ def split_label(value: Value) -> tuple[str, Value]:
 
 
 def is_label(value: Value) -> bool:
-    """A name, or a point or a vector of names."""
+    """Whether it is a name, or a point or vector of names."""
     if value.kind in ("group", "matrix"):
         return all(part.kind == "expression" and part.data.is_Symbol for part in value.parts)
     return bool(LABEL.fullmatch(value.text))
 
 
 def same_relations(a: Value, b: Value) -> bool:
-    """The same signs between the same differences, up to a factor: 2x < 6 and 3 > x."""
+    """Whether signs are the same and differences of sides are, up to a factor: 2x < 6 and 3 > x."""
 
     def differences(value: Value) -> list:
         found = []
@@ -164,7 +164,7 @@ def same_relations(a: Value, b: Value) -> bool:
             if sign[0] == ">":
                 sign, left, right = sign.replace(">", "<"), right, left
             found.append((sign, left.data - right.data))
-            if not found[-1][1].free_symbols:  # 1 = 2 says nothing, and not what 3 = 5 says
+            if not found[-1][1].free_symbols:  # 1 = 2 says nothing, so it is not 3 = 5
                 return []
         return found
 
@@ -185,7 +185,7 @@ def same_relations(a: Value, b: Value) -> bool:
 
 
 def same_sets(a: Value, b: Value) -> bool:
-    """Sets of real numbers, as intervals, unions or inequalities in one variable."""
+    """Whether two sets of reals (intervals, unions, inequalities in one variable) are the same."""
     try:
         (name_a, set_a), (name_b, set_b) = real_set(a), real_set(b)
         if "" not in (name_a, name_b) and name_a != name_b:
@@ -196,7 +196,7 @@ def same_sets(a: Value, b: Value) -> bool:
 
 
 def real_set(value: Value) -> tuple:
-    """(variable or "", sympy set). Raises Unreadable for what is no set of real numbers."""
+    """(variable or "", sympy set). Raises Unreadable if it is not a set of real numbers."""
     if value.kind == "group" and len(value.parts) == 2:
         low, high = map(real_number, value.parts)
         return "", sympy.Interval(low, high, value.data[0] == "(", value.data[1] == ")")
@@ -243,7 +243,7 @@ def real_number(value: Value):
 
 
 def same_expressions(a, b) -> bool:
-    """Values at a few points tell expressions apart; only a proof makes them equal."""
+    """Values at a few points can show that expressions differ; only a proof makes them equal."""
     if a == b:
         return True
     if (a.is_Rational and b.is_Rational) or a.is_infinite or b.is_infinite:
@@ -252,13 +252,13 @@ def same_expressions(a, b) -> bool:
     for i in range(3 if symbols else 1):
         one, other = probe(a, i, symbols), probe(b, i, symbols)
         if None in (one, other) or (symbols and not (one.is_real and other.is_real)):
-            continue  # a root of what is below 0: the problem does not mean this point
+            continue  # the root of a negative number: the problem does not mean this point
         if abs(one - other) > TINY * max(abs(one), abs(other)):
             return False
     difference = sympy.expand(a - b)
     if difference != 0:
         difference = sympy.simplify(difference)
-    if difference != 0 and symbols:  # sqrt(1/n) = 1/sqrt(n) where n is above 0
+    if difference != 0 and symbols:  # sqrt(1/n) = 1/sqrt(n) if n is above 0
         positive = {symbol: sympy.Symbol(symbol.name, positive=True) for symbol in symbols}
         difference = sympy.simplify(difference.xreplace(positive))
     return difference == 0 or bool(difference.is_number and difference.equals(0))
@@ -266,7 +266,7 @@ def same_expressions(a, b) -> bool:
 
 @lru_cache(10_000)
 def probe(expression, point: int, symbols: frozenset | None = None):
-    """The value at one of POINTS, None where there is none."""
+    """The value at one of POINTS, None if it has none there."""
     names = sorted(expression.free_symbols if symbols is None else symbols, key=str)
     at = {
         symbol: sympy.Float(POINTS[(point + i) % len(POINTS)], DIGITS) + i // len(POINTS)
@@ -283,14 +283,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     parent = os.getppid()
 
-    def watch() -> None:  # stdin does not end while a fork of the parent holds a copy of its pipe
+    def watch() -> None:  # stdin stays open while a fork of the parent holds the pipe
         while os.getppid() == parent:
             time.sleep(1)
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # libraries' prints must not be replies
     replies.write("ready\n")
     for line in sys.stdin:
         replies.write(json.dumps(equal(*json.loads(line))) + "\n")

@@ -1,13 +1,13 @@
-"""Plain numbers, as GSM8K's answers are: "$1,234.50" is 1234.5; "2 2/3", "10-15", "5!" are none."""
+"""Plain numbers, as in GSM8K's answers: "$1,234.50" is 1234.5; "2 2/3", "10-15", "5!" are not."""
 
 import re
 
 # Between groups of three digits: a comma, LaTeX's "{,}" or thin space, a space, an apostrophe, "_".
 GAP = r"(?:\{,\}|,? ?\\[,!:; ] ?|[, \u00a0\u2009\u202f'_])"
-# A sign before or after the currency, digits on at least one side of the dot, which is no longer
-# one behind a letter (Rs.500). ASCII digits only; U+2212 is the minus that word processors write,
-# U+2013, a dash, stands for it where no space follows. Spaces are bounded: two unbounded runs side
-# by side would take cubic time on a page of newlines.
+# A sign before or after the currency; digits on at least one side of the dot, except after a letter
+# (Rs.500), where the dot is not part of the number. ASCII digits only. U+2212 is the minus of word
+# processors; U+2013, a dash, is one too where no space follows. Runs of spaces are bounded: two
+# unbounded ones side by side would take cubic time on a page of newlines.
 NUMBER = re.compile(
     r"(?:(?P<sign>[-+\u2212]|\u2013(?!\s))\s{0,3})?"
     r"(?:(?:US|[AC])?\\?[$€£¥₹₩]\s{0,3})?(?P<sign2>[-+\u2212\u2013])?"
@@ -16,7 +16,7 @@ NUMBER = re.compile(
     re.ASCII,
 )
 SCALES = "hundred|thousand|million|billion|trillion|dozen|lakh|crore|bn\\b|mn\\b|mil\\b|k\\b"
-# What stands behind a number, on its line, and makes it a part of something else.
+# Text after a number, on its line, that makes the number a part of something else.
 SPACES = r"[^\S\n]{0,3}"
 OPERATOR = r"(?:\*\*|[-+*/^:\u00b1\u00b7\u00d7\u00f7\u2012-\u2015\u2212]"
 OPERATOR += r"|\\(?:times|cdot|div|over|pm)(?![a-z]))"
@@ -33,8 +33,8 @@ BEHIND = (
     rf"(?:-|[^\S\n]){{0,3}}(?:\\(?:text|mathrm|,)\s?\{{?{SPACES})?(?:(?i:{SCALES})|[MB]\b)",  # 5M
 )
 BEHIND = re.compile("|".join(BEHIND), re.ASCII)
-# What stands before it and does: a power, an index, a denominator, an argument (\frac{3}{4}), a
-# sign in words.
+# Text before a number that does the same: a power, an index, a denominator, an argument
+# (\frac{3}{4}), a sign in words.
 BEFORE = re.compile(
     r"(?:(?:\^|[\w)\]}]\s{0,3}[_/*\u00d7\u00f7])\s{0,3}\{?\s{0,3}"
     r"|(?i:minus|negative)\s{1,3}"
@@ -44,8 +44,8 @@ BEFORE = re.compile(
 
 
 def extract_number(text: str) -> str | None:
-    """The first number of `text` in one spelling ("$1,234.50 in all" -> "1234.5"), None where there
-    is none or where it is a part of something else, an expression, a range, five millions."""
+    """The first number of `text` in one spelling ("$1,234.50 in all" -> "1234.5"). None if there is
+    none, or if it is a part of something else: an expression, a range, "5 million"."""
     match = NUMBER.search(text)
     if match is None or BEHIND.match(text, match.end()):
         return None
@@ -61,7 +61,7 @@ def extract_number(text: str) -> str | None:
 
 
 def is_number(text: str) -> bool:
-    """Whether `text` is one number, perhaps with a currency or a unit: no other digits."""
+    """Whether `text` is one number, perhaps with a currency or a unit, and no other digits."""
     match = NUMBER.search(text)
     rest = text[: match.start()] + text[match.end() :] if match else ""
     return extract_number(text) is not None and not re.search(r"\d", rest)

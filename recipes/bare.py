@@ -1,10 +1,10 @@
-"""The embedded task without its filler words: demonstrations and an untrained model for sft.py.
+"""The embedded task without filler words: writes demonstrations and an untrained model for sft.py.
 
     python -m recipes.bare runs/bare
     python sft.py --model runs/bare/new --task jsonl --data-dir runs/bare --output-dir runs/bare/sft
 
-Without fillers the responses of a prompt share most of their prefixes (docs/credit.md). The
-checkpoint then trains on --task chain: same prompts, same answers.
+Without fillers, the responses to a prompt share most of their prefixes (docs/credit.md). Train the
+checkpoint with --task chain, which has the same prompts and answers.
 """
 
 import json
@@ -20,7 +20,7 @@ from tasks import chain
 
 
 def main(folder: Annotated[str, tyro.conf.Positional]) -> None:
-    require(not os.path.exists(folder), f"{folder} exists already")
+    require(not os.path.exists(folder), f"{folder} exists already; name a new folder")
     from transformers import AutoModelForCausalLM
 
     os.makedirs(folder)

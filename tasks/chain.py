@@ -14,15 +14,15 @@ OPERATIONS = 8
 @functools.cache
 def make_splits() -> dict[str, list[tuple[str, str, str]]]:
     """{split: (prompt, answer, solution)s}: chains of eight additions and subtractions modulo
-    10, told by a sloppy demonstrator.
+    10, solved by a demonstrator who makes mistakes.
 
     A prompt is `2-3+8-2+6+2-5+9-5=?` and a newline; a solution has a line for each operation,
     between two filler words that never matter, then the answer: nine reasoning steps. Half of the
-    160 facts (operation, running digit, operand) are weak: whenever one is used the demonstrator
-    slips with probability 0.5, always by that fact's own offset, and goes on from the wrong digit.
-    So mistakes happen in some steps and not in others: what credit assignment is for.
+    160 facts (operation, running digit, operand) are unreliable: each use is wrong with probability
+    0.5, always by that fact's own offset, and the solution continues from the wrong digit. So some
+    steps make mistakes and others do not, and credit assignment has to tell which.
 
-    The prompts of all splits are distinct, and the same on every machine: one generator, one order.
+    No prompt is in two splits, and all are the same on every machine: one generator, one order.
     """
     rng = random.Random(20_240_615)
     facts = [(op, digit, operand) for op in "+-" for digit in range(10) for operand in range(2, 10)]
@@ -60,7 +60,7 @@ def apply_operation(digit: int, op: str, operand: int) -> int:
 
 def make_tokenizer():
     """34 tokens: pad, eos, digits, `+-=?`, `####`, newline, the fillers. decode() puts spaces
-    around words only, so that `so 2-3=9 then` reads like text and encode(decode(ids)) == ids."""
+    around words only: `so 2-3=9 then` reads like text, and encode(decode(ids)) == ids."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -93,7 +93,7 @@ def make_tokenizer():
 
 
 def make_model_config(tokenizer):
-    """A Llama of 0.34M parameters, untied."""
+    """A Llama of 0.34M parameters, whose head is not tied to its embeddings."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -112,7 +112,7 @@ def make_model_config(tokenizer):
 
 
 def make_model(tokenizer, seed: int):
-    """The same with random weights."""
+    """A model of that configuration with random weights."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(seed)

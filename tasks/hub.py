@@ -1,4 +1,4 @@
-"""Rows from the hub: on the first call `datasets` downloads them to its cache."""
+"""Rows from the Hugging Face hub: `datasets` downloads them on the first call, to its cache."""
 
 from common import UsageError, require
 from tasks.jsonl import check_row
@@ -13,8 +13,8 @@ def read_hub(
     what: str,
     hint: str,
 ) -> list[dict]:
-    """Rows as `read_jsonl` gives them. Raises UsageError, which begins with `what` and ends with
-    the `hint`, where they cannot be had."""
+    """Rows as `read_jsonl` gives them. Where they cannot be loaded, raises UsageError, which begins
+    with `what` and ends with the `hint`."""
     from datasets import load_dataset  # seconds
 
     try:

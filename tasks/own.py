@@ -8,23 +8,23 @@ from mathequal.boxes import extract_boxed
 from tasks.hub import read_hub
 from tasks.jsonl import check_answer, read_jsonl, read_parquet
 
-SPLITS = ("sft", "train", "validation", "test")  # sft.py learns from the first, others from train
+SPLITS = ("sft", "train", "validation", "test")  # sft.py learns from "sft" if it is there
 FIELDS = ("prompt", "answer", "solution")
 
 
 def load_own(
     split: str, source: str, grading_rule: str, fields: tuple[str, str, str] = FIELDS
 ) -> list[tuple[str, str, str | None]]:
-    """(prompt, answer, solution)s of a split; `fields`: what they are called there. Raises
-    UsageError where a problem stands in another split too, perhaps with other line ends or more
-    spaces: what is trained on must not be evaluated on."""
+    """(prompt, answer, solution)s of a split; `fields`: their columns. Raises UsageError
+    where a problem is in another split too, perhaps with other spaces and line ends: scores must
+    not be of problems that were trained on."""
     prompt, answer, solution = fields
-    # One split serves sft.py and the RL scripts: "sft" where there is one, else "train".
+    # sft.py reads "sft" where there is one, else "train", as the RL scripts do.
     name = "train" if split == "sft" and not has_split(source, "sft") else split
     rows = read_split(source, name, (prompt, answer), (solution,))
     answers = find_answers(grading_rule, [row[answer] for row in rows])
     for row, one in zip(rows, answers, strict=True):
-        what = f"{row['where']}: no box in {row[answer]!r:.60}, as other rows have: take it out"
+        what = f"{row['where']}: no box in {row[answer]!r:.60}, as other rows have: remove it"
         require(one, what)
         check_answer(grading_rule, one, row["where"])
     found = [(r[prompt], one, r.get(solution)) for r, one in zip(rows, answers, strict=True)]
@@ -34,15 +34,15 @@ def load_own(
             place = places.get(tuple(row[prompt].split()))
             require(
                 place is None,
-                f"{place}: the problem {row[prompt]!r:.60} is that of {row['where']} too: take "
-                "it out of one of them, or scores would be of problems that were trained on",
+                f"{place}: the problem {row[prompt]!r:.60} is also in {row['where']}: remove it "
+                "from one of them, else scores would be of problems that were trained on",
             )
     return found
 
 
 def find_answers(rule: str, texts: list[str]) -> list[str]:
-    """What is compared: behind the last "####" or in the last box, where a data set gives whole
-    solutions as answers; else the texts. "" for one without a box where others have one."""
+    """What is compared. Where a data set gives whole solutions as answers: what is after the last
+    "####" or in the last box ("" without a box, if others have one). Else the texts."""
     if rule == "####":
         return [text.rpartition("####")[2].strip() or text for text in texts]
     boxes = [extract_boxed(text) or "" for text in texts]
@@ -62,21 +62,21 @@ def read_split(
     source: str, split: str, fields: tuple[str, ...], others: tuple[str, ...] = ()
 ) -> list[dict]:
     if source.startswith("hub:"):
-        known, skip = ", ".join(list_splits(source)), " (--eval-every 0 does without)"
+        known, skip = ", ".join(list_splits(source)), " (--eval-every 0 skips evaluation)"
         hint = skip if split == "validation" else ""
         what = f"--data-dir {source}"
-        require(has_split(source, split), f"{what}: no split {split!r}, it has {known}{hint}")
+        require(has_split(source, split), f"{what}: no split {split!r}; it has {known}{hint}")
         return read_hub(*find_name(source), split, fields, others, what, HINT)
     paths = {kind: os.path.join(source, f"{split}.{kind}") for kind in KINDS}
     kind = next((kind for kind, path in paths.items() if os.path.exists(path)), "jsonl")
     return KINDS[kind](paths[kind], fields, others)
 
 
-HINT = "run this once where there is a network; hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG"
+HINT = "run this once with a network; write hub:OWNER/NAME or hub:OWNER/NAME/CONFIG"
 
 
 def find_name(source: str) -> tuple[str, str | None]:
-    """("owner/name", its configuration or None) of "hub:owner/name/configuration"."""
+    """("owner/name", configuration or None) of "hub:owner/name/configuration"."""
     owner, _, rest = source.removeprefix("hub:").partition("/")
     name, _, config = rest.partition("/")
     return f"{owner}/{name}", config or None
@@ -89,6 +89,6 @@ def list_splits(source: str) -> list[str]:
     name, config = find_name(source)
     try:
         return get_dataset_split_names(name, config)
-    except Exception as error:  # of any kind: of the network, of the hub
+    except Exception as error:  # of any kind, from the network or the hub
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"--data-dir {source}: not found ({reason}): {HINT}") from None

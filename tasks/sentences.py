@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable
 
-# What counts as mathematics, in the order in which it is looked for. A dollar before a number whose
-# partner stands behind a space is money ("$5 or $7").
+# What counts as mathematics, in the order in which it is looked for. A dollar before a number is
+# money where a space comes before its closing dollar ("$5 or $7").
 MATH_SPANS = [
     re.compile(pattern, re.DOTALL)
     for pattern in (
@@ -18,7 +18,7 @@ MATH_SPANS = [
         r"\\begin\{([^{}]*)\}.*?\\end\{\1\}",
     )
 ]
-# A full stop before a capital letter, but for initials and for words of two letters ("Mr.", "is.").
+# A full stop before a capital letter, not after initials or words of two letters ("Mr.", "is.").
 SENTENCE_END = re.compile(
     r"(?<![^A-Za-z0-9_][A-Za-z])(?<!\s[A-Za-z][A-Za-z])\.(?=\s+[A-Z])", re.ASCII
 )
@@ -31,8 +31,8 @@ WORD_CUTS, SIGN_CUTS = (
 
 
 def find_math(text: str) -> tuple[list[tuple[int, int]], str]:
-    """The spans of mathematics, the outermost ones, in order; and the text with NUL in their place,
-    character by character."""
+    """The outermost spans of mathematics, in order; and the text with NUL for each of their
+    characters."""
     spans: list[tuple[int, int]] = []
     for pattern in MATH_SPANS:
         for match in list(pattern.finditer(text)):
@@ -44,17 +44,17 @@ def find_math(text: str) -> tuple[list[tuple[int, int]], str]:
 
 def math_rule(text: str) -> list[int]:
     """Sentences, lines and displayed formulas, in parts of about 20 to 100 characters: the rules of
-    the official code in its order (A to I), without its losses and its exceptions. Merging and
+    the official code in its order (A to I), but they lose no text and never raise. Merging and
     halving look at what comes next, so a step's advantage is not strictly unbiased here."""
     spans, masked = find_math(text)  # A
 
     def size(start: int, end: int) -> int:
-        """Characters, with 60 for a span: what the official code measures while math is masked."""
+        """Characters, counting 60 for a span, as the official code does while math is masked."""
         inside = [span for span in spans if start <= span[0] and span[1] <= end]
         return end - start + sum(60 - (b - a) for a, b in inside)
 
     def merge(ends: list[int], joins_next: Callable[[int, int], object]) -> list[int]:
-        """Without the ends of parts that join the next one; the last part joins backwards."""
+        """Drops the ends of parts that join the next one; the last part joins the one before."""
         kept, start = [], 0
         for end in ends:
             if not joins_next(start, end):
@@ -65,7 +65,7 @@ def math_rule(text: str) -> list[int]:
     ends = {match.end() for match in SENTENCE_END.finditer(masked)}  # B
     ends |= {match.start() for match in re.finditer("\n", masked)}  # C
     ends = [*sorted(ends - {0, len(text)}), len(text)]
-    ends = merge(  # D: short lines, and blank ones, join the line behind them
+    ends = merge(  # D: short and blank lines join the line after them
         ends,
         lambda a, b: (
             b < len(text)

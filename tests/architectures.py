@@ -97,8 +97,8 @@ class Result(NamedTuple):
 
 
 def make_data(folder: str, size: int) -> None:
-    """Problems whose answers nobody can know: a model that has learnt how to answer is right in
-    half of its samples."""
+    """Problems with random answers, 1 or 2: a model that has learnt the form of an answer is right
+    in half of its samples."""
     draw = random.Random(0)
     os.makedirs(folder)
     for split, first, number in (("train", 0, size), ("validation", size, 20)):
@@ -111,8 +111,8 @@ def make_data(folder: str, size: int) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Of bytes, as most are: for some model types transformers takes a class that knows no other
-    kind, whatever the files say."""
+    """A byte-level tokenizer, like most: for some model types transformers uses a class that
+    supports no other kind, whatever the files say."""
     names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -121,7 +121,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(model_type: str, folder: str) -> str:
-    """A checkpoint with random weights; the class's name."""
+    """Saves a checkpoint with random weights; returns the name of its class."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = make_tokenizer()
@@ -136,7 +136,7 @@ def make_model(model_type: str, folder: str) -> str:
 
 
 def in_a_fork(function, log: str) -> str:
-    """The last line of what it says, "" where it comes to a good end."""
+    """Runs it in a fork; returns the last line of its output, "" if it succeeds."""
     child = os.fork()
     if child == 0:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

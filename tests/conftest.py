@@ -26,7 +26,7 @@ def command(*arguments: str, ranks: int = 1) -> list[str]:
 
 
 def quiet_environment(ranks: int = 1) -> dict[str, str]:
-    """Without what a test that set up processes in this one has left in it."""
+    """The environment without the variables that `ranks.set_up` leaves in this process."""
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in own}
     threads = os.environ.get("TEST_THREADS", "2") if ranks == 1 else "1"
@@ -71,7 +71,7 @@ def open_page(path, *options: str) -> str:
 
 
 def copy_of_the_project(folder):
-    """As it stands in the work tree."""
+    """Copies the files of the work tree that git does not ignore."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.check_output(listed, cwd=ROOT, text=True).split("\0")
     for name in (name for name in names if os.path.isfile(f"{ROOT}/{name}")):
@@ -94,7 +94,7 @@ def timeless(path) -> list[dict]:
 
 
 def differences(folder, whole) -> list[str]:
-    """What of two runs is not the same: metrics (but for timings), episodes, the last weights."""
+    """What differs between two runs: metrics (without timings), episodes, the last weights."""
     found = []
     if timeless(f"{folder}/metrics.jsonl") != timeless(f"{whole}/metrics.jsonl"):
         found.append("metrics")

@@ -107,7 +107,7 @@ def set_up(temporary: str) -> None:
 
 
 def in_a_child(folder: str, words: list[str], output: str, **variables: str) -> bool:
-    """Whether the words (a module of ours, or arguments of pytest) come to a good end there."""
+    """Whether the words (a module of ours, or arguments of pytest) succeed there."""
     child = os.fork()
     if child == 0:
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -1,6 +1,6 @@
 # ruff: noqa: E501 (texts of the project, as they stand there)
-"""Mistakes for tests/mutants.py to plant: the file, what is wrong then, what stands there, what is
-put in its place. What stands there must be found once; whoever changes such a line mends it here.
+"""Mistakes for tests/mutants.py to plant: the file, what the mistake does, the old text, the new
+text. The old text must be found exactly once; if you change such a line, change it here too.
 
 The greater part was written by someone who had not seen the tests.
 """
@@ -1337,7 +1337,7 @@ PLANTED = [
     Planted(
         "common/checkpoints.py",
         "settings of another run pass",
-        '        require(not differing, f"{path}: not of this run: {differing}")\n',
+        '        require(not differing, f"{path} has other settings: {differing}")\n',
         "",
     ),
     Planted(

@@ -96,7 +96,7 @@ def test_a_fair_stop_is_hardly_better_than_its_first_draws():
 
 
 def test_tokens_and_reuse():
-    """Two responses of a prompt with the first step in common, and what each rule pays for them."""
+    """Two responses of a prompt share their first step: the tokens that each rule needs."""
     one, other = [1, 2, 3], [1, 2, 4]
     follows = Draw(1.0, [1, 2, 5])  # takes the first step of both
     draws = [[follows, Draw(0.0, [7])], [Draw(0.0, [5, 5]), Draw(0.0, [5])]]

@@ -117,7 +117,7 @@ def test_jsonl_with_bom_crlf_blank_lines_and_line_separators(tmp_path):
         ("", "empty"),
         ("\n\n", "empty"),
         ('{"prompt": "a", "answer": "1"}\n{"prompt": ', "train.jsonl:2: not JSON"),
-        ("[1, 2]\n", "train.jsonl:1: a line must hold an object, found list"),
+        ("[1, 2]\n", "train.jsonl:1: a line must be a JSON object, found list"),
         ('{"prompt": "a"}\n', 'train.jsonl:1: "answer" must be a non-empty string, found None'),
         ('{"prompt": "a", "answer": " "}\n', 'train.jsonl:1: "answer" must be a non-empty string'),
         ('{"prompt": "a", "answer": 7}\n', 'train.jsonl:1: "answer" must be a non-empty string'),
@@ -127,7 +127,7 @@ def test_jsonl_with_bom_crlf_blank_lines_and_line_separators(tmp_path):
         ),
         (
             '{"id": 7, "prompt": "a", "answer": "1"}\n\n{"id": 7, "prompt": "b", "answer": "1"}\n',
-            "train.jsonl:3: the id 7 is that of",
+            "train.jsonl:3: the id 7 is also in",
         ),
         (b"\xff\xfe{", "not UTF-8"),
         ("[" * 100_000, "train.jsonl:1: not JSON"),
@@ -214,7 +214,7 @@ def test_math_rows(tmp_path, capsys):
         ('{"solution": "s"}\n', 'train.jsonl:1: "problem" must be a non-empty string, found None'),
         (
             math_row("a", "s", unique_id="i") + math_row("b", "s", unique_id="i"),
-            "train.jsonl:2: the id 'i' is that of",
+            "train.jsonl:2: the id 'i' is also in",
         ),
     ],
 )
@@ -250,7 +250,7 @@ def test_math_split(tmp_path, capsys):
 
 @needs_data
 def test_committed_splits_are_the_smallest_fingerprints():
-    """So nobody picked them."""
+    """So nobody has picked them by hand."""
     with open(f"{ROOT}/tasks/splits.json") as file:
         splits = json.load(file)
     for task, folder, field in (("gsm8k", GSM8K, "question"), ("math", MATH, "problem")):
@@ -290,7 +290,7 @@ def test_what_would_mix_the_splits_is_refused(tmp_path):
     changed = [{**row, "problem": row["problem"].rstrip("?.")} for row in test]
     refused("train", "train", train + changed, "of the 500 test problems are recognized in it")
     refused("test", "test", train[:500], "not the test set of math: 500 of its 500 problems are mi")
-    refused("test", "test", test[:100], "400 of its 500 problems are missing, 0 others are there")
+    refused("test", "test", test[:100], "400 of its 500 problems are missing, 0 others are in it")
     empty = [row for row in train if not extract_boxed(row["solution"])]
     assert len(empty) == 2
     refused("train", "train", empty, "no usable problem for train")
@@ -457,7 +457,7 @@ def test_prompts_that_are_too_long_are_dropped_or_refused(capsys):
     tokenizer = chain.make_tokenizer()
     problems = [data.Problem("1+2=?\n", "3", None), data.Problem("1+2+3=?\n", "6", None)]
     kept, ids = data.fit(with_room(6), problems, tokenizer)
-    assert capsys.readouterr().out == "1 of 2 problems dropped: too long (in tokens)\n"
+    assert capsys.readouterr().out == "1 of 2 problems dropped: too many tokens\n"
     assert kept == problems[:1] and len(ids) == 1 and len(ids[0]) == 6
     with pytest.raises(UsageError, match="all 2 prompts have more than 5 tokens"):
         data.fit(with_room(5), problems, tokenizer)
@@ -543,7 +543,7 @@ def test_sft_and_train_may_share_problems(tmp_path):
 
 
 def test_added_tokens_count():
-    """Their rows are no padding: EOS is often one of them."""
+    """Rows of added tokens are not padding: EOS is often one of them."""
     tokenizer = chain.make_tokenizer()
     tokenizer.add_tokens(["<tool>"])
     assert tokenizer.vocab_size == 34 and engines.count_tokens(tokenizer) == 35

@@ -1,4 +1,4 @@
-"""What we lean on inside the engines (docs/engines.md) is there, in the versions that we pin."""
+"""The internals of the engines that the code relies on (docs/engines.md) exist as described."""
 
 import importlib.metadata
 import os

@@ -57,7 +57,7 @@ def test_ranks_that_torchrun_has_not_started(variables, message):
 
 @pytest.mark.slow
 def test_one_process_chooses_no_port():
-    """One that is chosen first and bound later may be another process's by then."""
+    """A port that is chosen first and bound later may be another process's by then."""
     code = "import os; from common import ranks; ranks.set_up(); import torch.distributed as dist\n"
     code += "store = dist.distributed_c10d._get_default_store()\n"
     code += "print('MASTER_PORT' in os.environ, 'TCP' in str(store.underlying_store))"
@@ -90,7 +90,7 @@ def test_a_folder_belongs_to_one_process_while_it_lives(tmp_path):
     )
     assert other.stdout.readline() == "mine\n"
     for resume in ("no", "auto"):
-        with pytest.raises(UsageError, match="another process has a run in it"):
+        with pytest.raises(UsageError, match="another process runs in it"):
             run.Run("vineppo.py", vineppo.Args(output_dir=str(path), resume=resume))
     other.kill()
     other.wait()
@@ -137,11 +137,11 @@ def test_other_weights_or_problems_are_not_those_of_the_run(tmp_path):
     (tmp_path / "model/run/hf/model.safetensors").write_bytes(b"a checkpoint of it")
     run.Run("vineppo.py", args)
     weights_file.write_bytes(b"others")
-    with pytest.raises(UsageError, match="other settings: model_files was '"):
+    with pytest.raises(UsageError, match="settings that it began with: model_files was '"):
         run.Run("vineppo.py", args)
     weights_file.write_bytes(b"some")
     problems.write_text("b\n")
-    with pytest.raises(UsageError, match="other settings: data_files was '"):
+    with pytest.raises(UsageError, match="settings that it began with: data_files was '"):
         run.Run("vineppo.py", args)
 
 
@@ -201,7 +201,7 @@ def test_logits_of_another_kind_are_refused():
         return type(output)(logits=output.logits * 2, hidden_states=output.hidden_states)
 
     made.forward = doubled
-    with pytest.raises(UsageError, match="LlamaForCausalLM makes its logits in a way that is not"):
+    with pytest.raises(UsageError, match="LlamaForCausalLM computes logits in a way that this"):
         weights.check_head(made)
 
 
@@ -253,7 +253,7 @@ def test_ends_are_those_of_the_files_and_of_no_letter(tmp_path):
 
 @pytest.mark.slow
 def test_architectures():
-    """Sampled and trained alike (docs/models.md, and all of them in the soak)."""
+    """Some are sampled and trained alike; the soak tries all of docs/models.md."""
     try_architectures(*FEW, "--short")
 
 
@@ -315,8 +315,8 @@ def test_a_prompt_is_a_message_and_the_template_s_end_is_learnt():
 
 
 def test_an_answer_is_what_the_template_writes_behind_its_prompt():
-    """Two marks behind it are both learnt; a template that leaves out what came before the answer
-    in earlier turns gives the solution alone."""
+    """Both of two special tokens after it are learnt. A template that writes a past prompt
+    differently gives the solution alone."""
     tokenizer = make_chat_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("<end>", "<t><end>").replace(
         "<t>{% endif", "{% endif"
@@ -332,7 +332,7 @@ def test_an_answer_is_what_the_template_writes_behind_its_prompt():
 def test_a_template_that_fails_is_one_line(tmp_path):
     tokenizer = make_chat_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no assistant here') }}"
-    with pytest.raises(UsageError, match=r"the template of m fails \(no assistant here\)"):
+    with pytest.raises(UsageError, match=r"the chat template of m fails \(no assistant here\)"):
         chat.check(vineppo.Args(model="m", chat=True), tokenizer, None)
 
 
@@ -362,7 +362,7 @@ def test_an_eos_that_the_tokenizer_appends_is_left_out():
 def test_what_the_tokenizer_does_not_know(capsys):
     tokenizer = chain.make_tokenizer()
     data.encode([data.Problem("2+3=?", "5", None), data.Problem("日本?", "5", None)], tokenizer)
-    said = "note: 1 of 2 prompts have characters that decoding does not give back: '日本?'"
+    said = "note: 1 of 2 prompts have characters that the tokenizer does not keep: '日本?'"
     assert said in capsys.readouterr().out
 
     class Deaf:
@@ -371,19 +371,19 @@ def test_what_the_tokenizer_does_not_know(capsys):
         def __call__(self, texts, **_):
             return {"input_ids": [[] for _ in texts] if isinstance(texts, list) else []}
 
-    with pytest.raises(UsageError, match="has no token: the tokenizer knows none of its charact"):
+    with pytest.raises(UsageError, match="becomes no token: the tokenizer knows none of its char"):
         data.encode([data.Problem("日本", "5", None)], Deaf())
 
 
 def test_a_solution_that_ends_in_its_middle_is_refused():
     problem = data.Problem("2+3=?\n", "5", "2+3=5<eos>\n#### 5")
-    with pytest.raises(UsageError, match=r"the solution '2\+3=5<eos>.* spells the EOS token"):
+    with pytest.raises(UsageError, match=r"the solution '2\+3=5<eos>.* contains the EOS token"):
         sft.encode_solutions([problem], chain.make_tokenizer(), 99)
 
 
 def test_responses_that_are_all_empty_say_so():
     empty = sampling.Sample([], [], True, True)
-    with pytest.raises(RunError, match="all responses are empty: --stop ends each of them at onc"):
+    with pytest.raises(RunError, match="all responses are empty: each begins with the text of --s"):
         sampling.describe([empty, empty])
     assert (
         sampling.describe([empty, sampling.Sample([1], [0.0], True, False)])["tokens/sample"] == 1
@@ -394,7 +394,7 @@ def test_responses_that_are_all_empty_say_so():
 
 
 class Wandb:
-    """What of wandb is called: not installed with the rest."""
+    """Stands in for wandb, which is not installed: what the code calls."""
 
     def __init__(self, has_key):
         self.has_key, self.started = has_key, []
@@ -424,7 +424,7 @@ def test_tracking_without_a_key_is_refused_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Wandb(True))
     tracking.check()
     monkeypatch.setitem(sys.modules, "wandb", Wandb(False))
-    with pytest.raises(UsageError, match="no key of Weights & Biases here"):
+    with pytest.raises(UsageError, match="not logged in to Weights & Biases"):
         tracking.check()
     monkeypatch.setitem(sys.modules, "wandb", object())  # an old one, say
     with pytest.raises(UsageError, match="--track: AttributeError"):

@@ -1,4 +1,4 @@
-"""What of `make gpu-check` needs no GPU; and what a machine with one that will not do is told."""
+"""Parts of `make gpu-check` that need no GPU, and messages for GPUs that cannot be used."""
 
 import os
 import stat
@@ -62,7 +62,7 @@ def test_on_a_gpu_its_tests_are_found():
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """A fake one, first on the path: prints a driver's version, or fails."""
+    """Puts a fake nvidia-smi first on the path: it prints a driver's version, or fails."""
 
     def install(output: str, status: int = 0) -> None:
         file = tmp_path / "nvidia-smi"
@@ -96,7 +96,7 @@ def test_more_ranks_than_gpus_is_an_error():
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    message = "error: local rank 5 needs a GPU of its own, PyTorch sees 2 here (--nproc-per-node, "
+    message = "error: local rank 5 needs a GPU of its own, PyTorch sees 2 here: see --nproc-per"
     assert done.returncode == 1 and done.stderr.startswith(message)
 
 

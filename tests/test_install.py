@@ -1,4 +1,4 @@
-"""install/install.py on machines that will not do. (The installation itself: test_soak.py.)"""
+"""install/install.py on unsupported machines. (The installation itself: test_soak.py.)"""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("sys.version_info", "(3, 10, 1)", "Python 3.10 will not do, the engines take 3.11 to"),
+        ("sys.version_info", "(3, 10, 1)", "Python 3.10 does not work, the engines need 3.11 to"),
         (
             "platform.system",
             "lambda: 'Darwin'",
@@ -33,4 +33,4 @@ def test_a_gpu_needs_a_compiler():
     code = "import shutil; from install import install; shutil.which = lambda name: None\n"
     code += "install.check_machine(has_gpu=False); install.check_machine(has_gpu=True)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.stderr.startswith("install: no C compiler: Triton builds")
+    assert result.stderr.startswith("install: no C compiler, with which Triton builds")

@@ -618,7 +618,7 @@ def test_dpo_positive_by_hand_and_its_gradient():
 
 
 def test_dpo_positive_starts_without_a_penalty():
-    """The policy is the reference: log 2 a pair, and both responses pulled alike."""
+    """The policy is the reference: a pair's loss is log 2, both gradients are equally large."""
     logprobs = torch.tensor([[-30.0], [-40.0]], requires_grad=True)
     losses, logs = dpo_pos.compute_dpo_positive_loss(logprobs, logprobs.detach(), 0.1, 50.0)
     losses.sum().backward()
@@ -641,7 +641,7 @@ def test_pairs():
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_batches_of_equal_rewards_give_zero_and_no_nan(reward):
-    """VinePPO (all rollouts alike), GRPO and RLOO say nothing; PPO still says R - V."""
+    """VinePPO (all rollouts alike), GRPO and RLOO give 0; PPO still gives R - V."""
     rewards, mask = torch.full((4,), reward), torch.tensor([[1.0, 1], [1, 0], [1, 1], [1, 0]])
     steps, values = torch.zeros(4, 2, dtype=torch.long), torch.full((4, 1), reward)
     for advantages in (

@@ -151,10 +151,10 @@ def test_every_recipe_fits_its_gpus_with_room_to_spare(recipe, method, capsys):
     "args, message",
     [
         (plan.Args("recipes/none.sh", "ppo"), "recipes/none.sh: no such recipe"),
-        (plan.Args("restem.py"), "'restem': a plan is made for vineppo, ppo, grpo, rloo"),
+        (plan.Args("restem.py"), "'restem': plans are made for vineppo, ppo, grpo, rloo only"),
         (plan.Args("ppo.py", model="nowhere"), "--model nowhere: no config.json there"),
         (plan.Args("ppo.py", flags="--k"), None),
-        (plan.Args("ppo.py", flags="--minibatch-size 7"), "--minibatch-size 7 does not divide"),
+        (plan.Args("ppo.py", flags="--minibatch-size 7"), "--minibatch-size 7: must divide"),
     ],
 )
 def test_mistakes_are_named(args, message):

@@ -99,7 +99,7 @@ def test_the_best_checkpoint_stays(metrics, best, knows_links, monkeypatch, tmp_
 
 
 def test_a_disk_without_room_is_named_at_the_start(monkeypatch, tmp_path):
-    """Two are kept, a third is in writing, beside them the best one's weights."""
+    """Two are kept, a third is being written, and the best one's weights stay too."""
     ranks.set_up()
     engine = SimpleNamespace(module=torch.nn.Linear(1000, 1000, bias=False))  # 16 MB
     checkpoints = Checkpoints(str(tmp_path), {}, keep=2)
@@ -111,7 +111,7 @@ def test_a_disk_without_room_is_named_at_the_start(monkeypatch, tmp_path):
         if fits:
             checkpoints.check_room({"policy": engine})
             continue
-        with pytest.raises(UsageError, match="GB, --keep-checkpoints 2 of them"):
+        with pytest.raises(UsageError, match="for each of --keep-checkpoints 2 and"):
             checkpoints.check_room({"policy": engine})
 
 
@@ -146,7 +146,7 @@ def test_terminated_then_killed_then_damaged_it_resumes_bit_for_bit(finished, sf
     whole, folder = finished[0], tmp_path / "run"
     arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
     status, output = end_at("SIGTERM grade 1", arguments)
-    assert status == 143 and "SIGTERM: checkpoint 1 is written; --resume auto goes" in output
+    assert status == 143 and "SIGTERM: checkpoint 1 is written; continue with --resume" in output
     assert sorted(os.listdir(folder / "checkpoints")) == ["best_000001", "iteration_000001"]
     assert len(timeless(folder / "metrics.jsonl")) == 1
     arguments += ["--resume", "auto"]
@@ -157,7 +157,7 @@ def test_terminated_then_killed_then_damaged_it_resumes_bit_for_bit(finished, sf
     with open(weights, "r+b") as file:
         file.truncate(weights.stat().st_size // 2)
     result = call(*arguments)
-    assert f"WARNING: checkpoint 2 is damaged ({name}): passed by" in result.stdout
+    assert f"WARNING: checkpoint 2 is damaged ({name}): skipped" in result.stdout
     assert any(name.startswith("damaged_2_") for name in os.listdir(folder / "checkpoints"))
     check_same_run(folder, whole)
 
@@ -193,7 +193,7 @@ def checkpoints(tmp_path):
 
 
 class Engine:
-    """What DeepSpeed's does for a checkpoint: it writes a file with torch.save."""
+    """Stands in for a DeepSpeed engine: writes a checkpoint's file with torch.save."""
 
     def __init__(self, size: int):
         self.states = torch.arange(size)
@@ -225,7 +225,7 @@ def replace_in(path, old, new):
 
 
 def cut_manifest(path):
-    """Whole JSON, of some of the files."""
+    """Valid JSON, but of some of the files only."""
     with open(f"{path}/manifest.json") as file:
         manifest = json.load(file)
     del manifest["policy/states.pt"]
@@ -254,11 +254,11 @@ def test_a_damaged_checkpoint_is_passed_by(checkpoints, damage, name, capsys):
     assert checkpoints.find_whole() == 6
     damage(checkpoints.path(6))
     assert checkpoints.find_whole() == 4 and checkpoints.iterations() == [2, 4]
-    assert f"WARNING: checkpoint 6 is damaged ({name}): passed by" in capsys.readouterr().out
+    assert f"WARNING: checkpoint 6 is damaged ({name}): skipped" in capsys.readouterr().out
     for iteration in (2, 4):
         damage(checkpoints.path(iteration))
     for _ in range(2):  # the second time too: it does not begin again in silence
-        with pytest.raises(UsageError, match="all of its checkpoints are damaged; start a new"):
+        with pytest.raises(UsageError, match="all its checkpoints are damaged; start a new"):
             checkpoints.find_whole()
 
 
@@ -277,7 +277,7 @@ def test_a_checkpoint_of_older_code_is_not_called_damaged(checkpoints):
 def test_another_runs_checkpoint_is_refused(checkpoints, setting):
     checkpoints.settings = {**checkpoints.settings, **setting}
     (name,) = setting
-    with pytest.raises(UsageError, match=rf"iteration_000006: not of this run: {name} was "):
+    with pytest.raises(UsageError, match=rf"iteration_000006 has other settings: {name} was "):
         checkpoints.find_whole()
 
 
@@ -306,7 +306,7 @@ def test_resume_with_other_settings_names_them(finished, sft_model):
     folder, _ = finished
     arguments = [*FAST, "--model", sft_model, "--output-dir", str(folder), "--resume", "auto"]
     result = call("vineppo.py", *arguments, "--clip-coef", "0.1", fails=True)
-    assert "other settings: clip_coef was 0.2, is 0.1" in result.stderr
+    assert "settings that it began with: clip_coef was 0.2, is 0.1" in result.stderr
 
 
 def test_what_may_change_on_a_resume_changes_no_result():
@@ -460,7 +460,7 @@ def test_discarded_gradients_leave_nothing_behind(zero_stage, dtype, monkeypatch
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_a_broken_gradient_has_a_broken_norm(zero_stage, dtype, broken, monkeypatch):
-    """So that the check behind the step sees it."""
+    """So that the check after the step sees it."""
     partition_all(monkeypatch)
     engine = tiny_engine(zero_stage, dtype)
     for factor in (1.0, broken):

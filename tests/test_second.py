@@ -114,7 +114,7 @@ class Run:
         self.rates: list[float] = []
 
     def align(self, ranks: list[dict]) -> list[list[dict]]:
-        """Events side by side: the ranks have the same kinds of them in the same order."""
+        """Pairs up the ranks' events: all ranks have the same kinds in the same order."""
         if len(ranks) == 1:
             return [[event] for event in ranks[0]["events"]]
         return list(map(list, zip(*(rank["events"] for rank in ranks), strict=True)))
@@ -134,7 +134,7 @@ class Run:
         return self.events.pop(0)
 
     def read_problems(self, split: str, first: int | None = None) -> list[dict]:
-        """Those, of the first ones, whose prompt leaves room for a response."""
+        """The first problems, without those whose prompt leaves no room for a response."""
         rows = read_jsonl(os.path.join(self.flags["data_dir"], f"{split}.jsonl"))[:first]
         room = self.flags["max_model_len"] - self.flags["max_response_len"]
         for row in rows:

@@ -111,7 +111,7 @@ def test_terminated_on_two_ranks_it_resumes_bit_for_bit(flags, sft_model, tmp_pa
     call(*arguments, str(tmp_path / "whole"), ranks=2)
     arguments.append(str(tmp_path / "run"))
     _, output = terminate(arguments, tmp_path / "run/metrics.jsonl", ranks=2)
-    assert "is written; --resume auto goes on with it" in output
+    assert "is written; continue with --resume auto" in output
     call(*arguments, "--resume", "auto", ranks=2)
     check_same_run(tmp_path / "run", tmp_path / "whole")
 
@@ -119,12 +119,12 @@ def test_terminated_on_two_ranks_it_resumes_bit_for_bit(flags, sft_model, tmp_pa
 def test_a_sigterm_that_one_rank_gets_ends_all_of_them(sft_model, tmp_path):
     arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(tmp_path / "run")]
     status, output = end_at("SIGTERM grade 1", arguments, ranks=2)
-    assert status != 0 and "SIGTERM: checkpoint 1 is written; --resume auto goes" in output
+    assert status != 0 and "SIGTERM: checkpoint 1 is written; continue with --resume" in output
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 1
 
 
 def test_the_seed_decides_the_initial_weights(tmp_path):
-    """A step of almost nothing leaves them as they were drawn."""
+    """After a tiny step the weights are still those that were drawn."""
     options = ["--num-epochs", "0.0016", "--learning-rate", "1e-12", "--eval-every", "0"]
     call("sft.py", "--seed", "2", *options, "--output-dir", str(tmp_path))
     torch.manual_seed(2)
@@ -197,10 +197,10 @@ def test_a_full_disk_loses_nothing(sft_model, tmp_path):
         os.killpg(process.pid, signal.SIGCONT)
         output, _ = process.communicate(timeout=HANG)
         assert process.returncode == 1 and "error: checkpoint 4 could not be written" in output
-        hint = "checkpoint 2 is intact: mend that (is the disk full?), then --resume auto"
+        hint = "checkpoint 2 is intact: fix that (is the disk full?), then continue"
         assert hint in output
         result = call(*arguments, "--resume", "auto", fails=True)
-        assert "needed: a checkpoint has" in result.stderr  # said before the first iteration
+        assert "GB needed (" in result.stderr  # said before the first iteration
         assert sorted(os.listdir(disk / "run/checkpoints")) == ["best_000002", "iteration_000002"]
         subprocess.check_call(["mount", "-o", "remount,size=64m", str(disk)])
         call(*arguments, "--resume", "auto")
@@ -304,13 +304,13 @@ def test_a_folder_that_is_not_shared_is_refused(sft_model, tmp_path):
     arguments = [f"{ROOT}/vineppo.py", *FAST, "--model", sft_model, "--output-dir", "run"]
     outputs = [agent.communicate()[0] for agent in start_on_two_hosts(arguments, folders)]
     assert any("error: --output-dir run: " in text for text in outputs), outputs[0][-3000:]
-    assert any("it must be a folder that all nodes share" in text for text in outputs)
+    assert any("name a folder that all nodes share" in text for text in outputs)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("script", ["ppo", "grpo", "rloo", "restem", "dpo_pos"])
 def test_defaults_on_any_number_of_ranks(script, ranks, embedded, tmp_path):
-    """And the method learns something: pass@1 on validation problems is above 0.13 at least once.
+    """The method also learns something: pass@1 on validation problems is above 0.13 at least once.
     (The SFT checkpoint's is 0.10; what each method reaches is in docs/results.md.)"""
     model, folder = str(embedded), str(tmp_path / "run")
     call(f"{script}.py", "--model", model, "--output-dir", folder, ranks=ranks)
@@ -456,7 +456,7 @@ def test_install_falls_back_to_the_cpu_index(tmp_path):
         text=True,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert f"pip does not know torch==2.13.0+cpu, taking it from {index}" in result.stdout
+    assert f"pip does not find torch==2.13.0+cpu, so it comes from {index}" in result.stdout
     check_imports(project / ".venv/bin/python")
     again = subprocess.run(["make", "install"], cwd=project, capture_output=True, text=True)
     assert "Nothing to be done" in again.stdout

@@ -249,7 +249,7 @@ def test_tokens_that_straddle_a_boundary_move_it():
     ],
 )
 def test_a_stop_string_is_cut_off_whole(pieces, stop, kept):
-    """By tokens: those that begin inside it go, however many; log-probs with them."""
+    """All tokens that begin inside it are cut off, and their log-probs with them."""
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
     ids = [vocab[piece] for piece in pieces]
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=pieces[0]))
@@ -279,7 +279,7 @@ def test_a_stop_string_between_spaces(tokenizer):
 
 
 def test_no_boundary_falls_inside_a_character():
-    """Half a character decodes to as many signs as the text before the boundary has."""
+    """Half a character decodes to as many characters as the text before the boundary has."""
     tokenizer = make_bpe("sentencepiece")
     ids = tokenizer("\U0001f600\nabc")["input_ids"]
     ends = steps.split_steps(ids, tokenizer, "line")
@@ -431,7 +431,7 @@ def test_a_prefix_decoded_in_blocks_is_the_prefix(tokenizer):
 
 @pytest.mark.parametrize("line", ["7\n", "\u6f22\u5b57\n"])  # a token; three bytes a sign
 def test_thousands_of_lines_take_no_longer_than_they_have_tokens(line):
-    """Tokens that are decoded, not seconds: it was the square of the response's length."""
+    """Counts decoded tokens, not seconds: they once grew with the square of the length."""
     tokenizer, decoded = make_bpe("byte"), []
     decode = tokenizer.decode
     tokenizer.decode = lambda ids, **flags: decoded.append(len(ids)) or decode(ids, **flags)

@@ -188,8 +188,8 @@ def test_estimators_are_unbiased_where_they_should_be(probed):
 
 
 def test_top_actions_are_those_of_dynamic_programming(tabular, probed):
-    """An estimator that is the truth is always right; nine rollouts are far above chance; the
-    group's mean, the same for every step, is at chance."""
+    """The truth as estimator is always right; nine rollouts are far above chance; the group's
+    mean, the same for every step, is at chance."""
     _, prober = tabular
     actions = values.probe_actions(prober, probed[1], seed=3)
     assert len(actions) > 40
@@ -268,7 +268,7 @@ def test_values_and_credit_say_what_they_miss(tmp_path):
         (tmp_path / name / "args.json").write_text(json.dumps(content))
     for arguments, message in (
         (["-m", "analysis.values", "--run", str(tmp_path)], "args.json: no such file"),
-        (["-m", "analysis.values"], "either --run or --model, please"),
+        (["-m", "analysis.values"], "give either --run or --model"),
         (
             ["-m", "analysis.values", "--run", f"{tmp_path}/run", "--iterations", "7"],
             "has checkpoints of [1]",
@@ -284,8 +284,8 @@ def test_values_and_credit_say_what_they_miss(tmp_path):
 
 
 def test_credit_is_that_of_the_scripts(tabular):
-    """VinePPO tells the change in value, which adds up to R - V(s_0); PPO R - V_t, the mean over
-    a step; GRPO's is the reward's place in its group. Equal states have one value."""
+    """VinePPO's credit is the change in value, which adds up to R - V(s_0); PPO's is the mean of
+    R - V_t over a step; GRPO's is the reward's place in its group. Equal states have one value."""
     _, prober = tabular
     problems = data.load_problems("chain", "train")[:4]
     prompts = prober.tokenizer([p.prompt for p in problems])["input_ids"]

@@ -1,4 +1,4 @@
-"""`make gpu-check`: what whoever has a GPU runs first; one line where there is none."""
+"""`make gpu-check`: run this first on a machine with a GPU. Without one it prints one line."""
 
 import os
 import shutil
