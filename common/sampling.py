@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -124,7 +125,7 @@ class Sampler:
             for limit in ranks.share(max_tokens, self.size)
         ]
         prompts = [TokensPrompt(prompt_token_ids=i) for i in ranks.share(prompt_ids, self.size)]
-        use_tqdm = progress and ranks.is_main()
+        use_tqdm = progress and ranks.is_main() and sys.stderr.isatty()
         requests = self.llm.generate(prompts, params, use_tqdm=use_tqdm) if prompts else []
         groups = [[self.read(one) for one in request.outputs] for request in requests]
         return ranks.gather(groups if dist.get_rank() == first else [])
