@@ -245,16 +245,43 @@ def make_facts(args: Args) -> SimpleNamespace:
     )
 
 
-def find_mistake(step: str) -> str:
-    """What the equation of a step of the embedded task should have been."""
+def read_equation(step: str) -> tuple[str, int, int] | None:
+    """The sum, what it should be and what it is said to be, in a step of the embedded task."""
     found = re.search(r"(\d)([+-])(\d)=(\d)", step)
     if not found:
-        return "it ends the response with a wrong answer"
+        return None
     digit, op, operand, result = found.groups()
-    right = apply_operation(int(digit), op, int(operand))
-    if right == int(result):
+    return f"{digit}{op}{operand}", apply_operation(int(digit), op, int(operand)), int(result)
+
+
+def find_mistake(step: str) -> str:
+    equation = read_equation(step)
+    if not equation:
+        return "it ends the response with a wrong answer"
+    what, right, result = equation
+    if right == result:
         return "its equation is right, but from here the policy fails"
-    return f"modulo 10, {digit}{op}{operand} is {right} and not {result}"
+    return f"modulo 10, {what} is {right} and not {result}"
+
+
+def find_chance(f: SimpleNamespace) -> str:
+    """Which advantages must be noise: a right step, as long as no wrong one came before it, cannot
+    make a right answer less likely."""
+    found = []
+    for i, (text, advantage) in enumerate(zip(f.texts, f.advantages, strict=True)):
+        equation = read_equation(text)
+        if not equation or equation[1] != equation[2]:
+            break
+        found += [str(i + 1)] if advantage < 0 else []
+    if not found:
+        return ""
+    which = "Step " if len(found) == 1 else "Steps "
+    what = (
+        " is correct; its negative advantage is"
+        if len(found) == 1
+        else (" are correct; their negative advantages are")
+    )
+    return f"{which}{' and '.join(found)}{what} chance. "
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -300,7 +327,7 @@ def fill_page(f: SimpleNamespace, command: str) -> str:
             *(f"{t[name]:+.4f}" for name in ("old", "new")),
             f"{t['ratio']:.4f}",
             *(f"{t[name]:+.4f}" for name in ("advantage", "taken")),
-            f"{t['kl']:.1e}",
+            f"{t['kl']:.1e}" if t["kl"] < 10 else "10 (its limit)",
         ]
         for t in three
     ]
@@ -334,18 +361,19 @@ def fill_page(f: SimpleNamespace, command: str) -> str:
         behind=behind,
         value_behind=value_behind,
         credit=table(
-            ["state", "value", "step", "advantage"],
+            ["state", "its value", "step", "advantage"],
             [
                 [f"s{i}", f"{f.values[i]:.2f}", code(text), f"{f.advantages[i]:+.2f}"]
                 for i, text in enumerate(f.texts)
             ],
         ),
         promised=f"{sum(f.advantages):+.2f}",
+        chance=find_chance(f),
         advantage=f"{f.advantages[worst]:+.2f}",
         num_tokens=f"{f.num_tokens:,}",
         mean=f"{f.mean:+.4f}",
         spread=f"{f.spread:.4f}",
-        whitened=f"{f.whitened[worst]:+.3f}",
+        whitened=f"{f.whitened[worst]:+.4f}",
         minibatch_size=f.settings.minibatch_size,
         num_updates=num_updates,
         update=f.update + 1,
@@ -362,7 +390,7 @@ def fill_page(f: SimpleNamespace, command: str) -> str:
             [[code(t["text"]), f"{math.exp(t['old']):.4f}", f"{t['after']:.4f}"] for t in of_step],
         ),
         compared=table(
-            ["step", "VinePPO", "critic's value", "PPO", "GRPO", "RLOO"],
+            ["step", "VinePPO", "critic's value", "PPO (mean)", "GRPO", "RLOO"],
             [
                 [
                     code(text),

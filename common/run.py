@@ -22,11 +22,11 @@ SHOWN = {  # on the console: the name there, and what it means, which is said on
     "loss/sft": ("loss", "minus the mean log-prob of a token of the solutions"),
     "eval/pass@1": ("pass@1", "share of right responses to validation problems"),
     "eval/loss": ("eval loss", "the loss on validation problems"),
-    "adv/undecided": ("undecided", "share of states (or groups) with right and wrong answers"),
+    "adv/undecided": ("undecided", "share of states with right and wrong rollouts"),
     "policy/grad_norm": ("grad norm", "length of the gradient before it is clipped"),
     "dpo/chosen_logratio": ("chosen", "log-prob of right responses, less the reference's"),
     "dpo/rejected_logratio": ("rejected", "that of wrong responses"),
-    "policy/weight_distance": ("weights moved", "distance from the first weights, relative"),
+    "policy/weight_distance": ("weights moved", "distance from the SFT model, relative"),
     "policy/sampler_gap": ("sampler gap", "mean |log-prob by vLLM - by the trainer|"),
 }
 # A run stops when the mean over tokens of |log-prob of the sampler - of the trainer| is above this,

@@ -92,7 +92,7 @@ PAIRS += [("grpo.py", "rloo.py"), ("vineppo.py", "experiments/vineppo_cheap.py")
 
 def difference_table() -> str:
     """The README's table of the pairs."""
-    rows = ["| | rows that differ | hunks | of lines |", "|---|---|---|---|"]
+    rows = ["| | rows that differ | blocks | lines of each |", "|---|---|---|---|"]
     for pair in PAIRS:
         texts = [read_file(name) for name in pair]
         different, hunks = count_differences(*texts)
