@@ -5,7 +5,7 @@ NAME=deepseekmath7b-math
 BASE=deepseek-ai/deepseek-math-7b-base  # where its weights are pickles (.bin) only, `sft` says so and
                                      # wants --trust-remote-code; what it writes is safetensors
 TASK=math
-RANKS=8                              # App. C.8: 8 x H100 80 GB
+RANKS="${RANKS:-8}"                   # App. C.8: 8 x H100 80 GB
 # official: ZeRO 2; the tokens are ours, an estimate
 MEMORY=(--zero-stage 2 --micro-batch-tokens 4096)
 GPU_SHARE=0.5                        # vLLM's, while it samples

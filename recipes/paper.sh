@@ -90,4 +90,6 @@ esac
 [ "$METHOD" = evaluate ] || OPTIONS+=("${MEMORY[@]}" --output-dir "runs/$METHOD-$NAME")
 [ -f "$METHOD.py" ] || { echo "error: run this from the folder of the clone" >&2; exit 1; }
 PATH="$PWD/.venv/bin:$PATH"
-torchrun --standalone --nproc-per-node "$RANKS" "${SCRIPT[@]}" "${DATA[@]}" "${OPTIONS[@]}" "$@"
+# LAUNCH="--nnodes 2 --nproc-per-node 8 ..." has several machines (docs/scale.md)
+read -ra LAUNCH <<< "${LAUNCH:---standalone --nproc-per-node $RANKS}"
+torchrun "${LAUNCH[@]}" "${SCRIPT[@]}" "${DATA[@]}" "${OPTIONS[@]}" "$@"

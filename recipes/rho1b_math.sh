@@ -4,7 +4,7 @@
 NAME=rho1b-math
 BASE=microsoft/rho-math-1b-v0.1
 TASK=math
-RANKS=4                              # App. C.8: 4 x A100 80 GB
+RANKS="${RANKS:-4}"                   # App. C.8: 4 x A100 80 GB
 # official: ZeRO 0; the tokens are ours, an estimate
 MEMORY=(--zero-stage 0 --micro-batch-tokens 16384)
 GPU_SHARE=0.5                        # vLLM's, while it samples

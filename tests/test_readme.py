@@ -69,14 +69,15 @@ METHODS = ["sft", "vineppo", "ppo", "grpo", "rloo", "restem", "dpo_pos", "evalua
 RECIPES = sorted(glob.glob(f"{ROOT}/recipes/*_*.sh"))
 
 
-def run_recipe(folder, path, *arguments):
+def run_recipe(folder, path, *arguments, **variables):
     """The recipe with a torchrun that writes down its arguments instead of starting anything."""
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / f"{arguments[0]}.py").touch()
     torchrun = folder / ".venv/bin/torchrun"
     torchrun.write_text('#!/bin/sh\nprintf "%s\\0" "$@" > arguments\n')
     torchrun.chmod(0o755)
-    result = subprocess.run(["bash", path, *arguments], cwd=folder, capture_output=True, text=True)
+    command, environment = ["bash", path, *arguments], {**os.environ, **variables}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     file = folder / "arguments"
     return result, file.read_text().split("\0")[:-1] if file.exists() else None
 
@@ -147,6 +148,18 @@ def test_recipes_are_all_there_and_name_a_wrong_method(tmp_path):
     result, words = run_recipe(tmp_path, RECIPES[0], "vinepo")
     assert result.returncode == 1 and words is None
     assert result.stderr == f"error: 'vinepo': {', '.join(METHODS[:-1])} or evaluate\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks", "nodes"),
+    [({"RANKS": "2"}, "2", "1:1"), ({"LAUNCH": "--nnodes 2 --nproc-per-node 4"}, "4", "2")],
+)
+def test_a_recipe_on_other_machines(variables, ranks, nodes, tmp_path):
+    result, words = run_recipe(tmp_path, RECIPES[0], "grpo", **variables)
+    assert result.returncode == 0, result.stderr
+    parsed = get_args_parser().parse_args(words)
+    assert (parsed.nproc_per_node, parsed.nnodes) == (ranks, nodes)
+    assert parsed.training_script == "grpo.py"
 
 
 def test_there_are_commands_to_test():
