@@ -1,7 +1,8 @@
 """`make compare`: every method from one SFT checkpoint, on the same number of sampled episodes.
 
-    python -m analysis.compare                            the grid and three seeds: docs/results.md
-    python -m analysis.compare --seeds 1 --no-grid --output runs/quick   one seed, default rates
+    python -m analysis.compare                          grid and three seeds: docs/results.md
+    python -m analysis.compare --seeds 1 2 3 4 5 --no-grid    five seeds at the default rates
+    python -m analysis.compare --seeds 1 --no-grid --output runs/quick   one seed, kept apart
 
 Each method runs with its defaults, at each learning rate of one grid and with each seed. Where a
 method's best rate (mean over seeds of the last pass@1 on validation problems) is at an edge of the
@@ -38,6 +39,13 @@ from recipes.demo import SFT, make_launcher, make_sft
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator
+
+# figures are 8.8 inches wide: 880 points on a page, so text of 9.5 stays readable
+plt.rcParams |= {"font.size": 9.5, "axes.titlesize": 10, "savefig.dpi": 180}
+plt.rcParams |= {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
+plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams |= {"lines.markersize": 4, "legend.frameon": False}
 
 GRID = [3e-5, 6e-5, 1.2e-4, 2.4e-4]
 EVALUATION = ["--eval-problems", "250", "--eval-rounds", "4", "--keep-checkpoints", "1000"]
@@ -45,18 +53,21 @@ EVALUATION = ["--eval-problems", "250", "--eval-rounds", "4", "--keep-checkpoint
 ONLINE = ["--eval-every", "2", "--save-every", "2"]
 METHODS = dict.fromkeys(("vineppo", "grpo", "rloo", "ppo"), ONLINE)
 METHODS |= {"restem": [], "dpo_pos": ["--eval-every", "12", "--save-every", "12"]}
-STYLES = {
-    "vineppo": ("VinePPO", "#d55e00"),
-    "grpo": ("GRPO", "#0072b2"),
-    "rloo": ("RLOO", "#009e73"),
-    "ppo": ("PPO", "#cc79a7"),
-    "restem": ("RestEM", "#e69f00"),
-    "dpo_pos": ("DPO-Positive", "#777777"),
+STYLES = {  # colours that colour-blind readers tell apart (Okabe and Ito), and markers besides
+    "vineppo": ("VinePPO", "#d55e00", "o"),
+    "grpo": ("GRPO", "#0072b2", "s"),
+    "rloo": ("RLOO", "#009e73", "^"),
+    "ppo": ("PPO", "#cc79a7", "D"),
+    "restem": ("RestEM", "#e69f00", "v"),
+    "dpo_pos": ("DPO-Positive", "#777777", "X"),
 }
-NAMES = {method: name for method, (name, _) in STYLES.items()}
-COLOURS = {method: colour for method, (_, colour) in STYLES.items()}
+NAMES = {method: name for method, (name, _, _) in STYLES.items()}
+COLOURS = {method: colour for method, (_, colour, _) in STYLES.items()}
+MARKERS = {method: marker for method, (_, _, marker) in STYLES.items()}
 EPISODES = 64  # of an iteration of the policy-gradient scripts
-START, END = "<!-- compare -->", "<!-- end of compare -->"
+TITLE = "# The methods, compared\n\n"
+# 97.5 % quantiles of Student's t for 2 to 10 seeds; with more, the last: a little too wide
+T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Runs = dict[tuple, str]  # (method, learning rate, seed, further flags ...) -> folder
 
 
@@ -235,77 +246,131 @@ def measure_kl(curves: dict[str, list[dict[str, float]]], temperature: float = 0
             point["kl"] = (policy.exp() * (policy - reference)).sum().item() / len(encoded)
 
 
+# ---- drawing -------------------------------------------------------------------------------------
+
+
+def draw_band(
+    panel,
+    curves: list[list[dict]],
+    axis: str,
+    style: tuple[str, str, str],
+    name: str = "pass@1",
+    line: str = "-",
+) -> None:
+    """The seeds' mean of `name` over their mean of `axis`, evaluation by evaluation, and a band
+    from the lowest seed to the highest. `style`: label, colour and marker. A seed with fewer
+    evaluations than another counts with those that it has at the same share of its way."""
+    length = max(map(len, curves))
+    xs, means, lows, highs = [], [], [], []
+    for i in range(length):
+        places = [round(i * (len(curve) - 1) / max(1, length - 1)) for curve in curves]
+        points = [curve[place] for curve, place in zip(curves, places, strict=True)]
+        points = [p for p in points if axis in p and name in p]
+        if points:
+            ys = [p[name] for p in points]
+            xs.append(statistics.mean(p[axis] for p in points))
+            means.append(statistics.mean(ys))
+            lows.append(min(ys))
+            highs.append(max(ys))
+    label, colour, marker = style
+    panel.plot(xs, means, linestyle=line, marker=marker, color=colour, label=label)
+    panel.fill_between(xs, lows, highs, color=colour, alpha=0.14, lw=0)
+
+
+def use_log_axis(axis) -> None:
+    """Logarithmic, with ticks that are written out: 3, 10, 30."""
+    axis.axes.set_xscale("log")
+    axis.set_major_locator(LogLocator(subs=(1, 3)))
+    axis.set_major_formatter(lambda x, _: f"{x:g}")
+    axis.set_minor_formatter("")
+
+
+def legend_above(figure, panel) -> None:
+    """One row for all panels, outside of them."""
+    handles, labels = panel.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
+
+
+def draw_results(curves: dict[str, list[list[dict]]], output: str) -> None:
+    """Accuracy by what it costs: gradient steps, seconds."""
+    figure, panels = plt.subplots(1, 2, figsize=(8.8, 3.9), layout="constrained", sharey=True)
+    for method, seeds in curves.items():
+        draw_band(panels[0], seeds, "steps", STYLES[method])
+        trained = [curve[1:] for curve in seeds]  # no 0 on a log axis
+        draw_band(panels[1], trained, "seconds", STYLES[method])
+    panels[0].set(xlabel="gradient steps", xlim=(0, None), ylim=(0, 1))
+    panels[0].set_ylabel("pass@1 on validation problems")
+    panels[1].set_xlabel("seconds of training (log scale)")
+    use_log_axis(panels[1].xaxis)
+    legend_above(figure, panels[0])
+    save(figure, output)
+
+
+def draw_curves(curves: dict[str, list[list[dict]]], scores: dict, output: str) -> None:
+    """Accuracy by KL; training reward; accuracy by learning rate, where there is a grid."""
+    has_grid = any(len(of_rate) > 1 for of_rate in scores.values())
+    count = 2 + has_grid
+    figure, panels = plt.subplots(1, count, figsize=(8.8, 3.7), layout="constrained", sharey=True)
+    for method, seeds in curves.items():
+        draw_band(panels[0], seeds, "kl", STYLES[method])
+        if sum("reward" in point for point in seeds[0]) > 1:  # DPO-Positive samples once
+            draw_band(panels[1], seeds, "steps", STYLES[method], "reward")
+        if has_grid:
+            of_rate = sorted(scores[method].items())
+            last = zip(*([{"rate": r, "pass@1": y} for y in ys] for r, ys in of_rate), strict=True)
+            draw_band(panels[2], list(last), "rate", STYLES[method])
+    panels[0].set(xlabel="KL(policy, SFT checkpoint), nats", xlim=(0, None), ylim=(0, 1))
+    panels[0].set_title("pass@1 on validation problems")
+    panels[1].set(xlabel="gradient steps", xlim=(0, None))
+    panels[1].set_title("mean reward of training samples")
+    if has_grid:
+        panels[2].set(xlabel="learning rate (log scale)", xscale="log")
+        panels[2].set_title("last pass@1, validation problems")
+    legend_above(figure, panels[0])
+    save(figure, output)
+
+
+def save(figure, output: str) -> None:
+    figure.savefig(output)
+    plt.close(figure)
+
+
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def spread(values: list[float], form: str = ".3f") -> str:
-    """Mean (lowest to highest); `never` for a seed that does not reach the target."""
+def spread(values: list[float], form: str = ".3f", bounds: bool = True) -> str:
+    """Mean (lowest to highest) of the seeds that get there, and how many of them never do."""
     reached = [value for value in values if value != float("inf")]
     if not reached:
         return "never"
     text = f"{statistics.mean(reached):{form}}"
-    if len(values) > 1:
+    if bounds and len(values) > 1:
         text += f" ({min(reached):{form}} to {max(reached):{form}})"
     missing = len(values) - len(reached)
     return text + (f", {missing} of {len(values)} never" if missing else "")
 
 
-def draw_band(
-    panel, curves: list[list[dict]], axis: str, colour: str, label: str, name: str = "pass@1"
-) -> None:
-    """The seeds' mean over the mean of `axis`, evaluation by evaluation, between lowest and
-    highest."""
-    evaluations = itertools.zip_longest(*curves, fillvalue={})
-    points = [[p for p in of if axis in p and name in p] for of in evaluations]
-    points = [of for of in points if of]
-    xs = [statistics.mean(p[axis] for p in of) for of in points]
-    ys = [[p[name] for p in of] for of in points]
-    panel.plot(xs, [statistics.mean(y) for y in ys], ".-", color=colour, label=label)
-    panel.fill_between(
-        xs, [min(y) for y in ys], [max(y) for y in ys], color=colour, alpha=0.15, lw=0
+def interval(values: list[float], form: str = ".3f") -> str:
+    """Mean ± half of its 95 % interval over seeds, by Student's t; of one seed there is none."""
+    text = f"{statistics.mean(values):{form}}"
+    if len(values) > 1:
+        error = statistics.stdev(values) / len(values) ** 0.5
+        text += f" ± {T[min(len(values) - 2, len(T) - 1)] * error:{form}}"
+    return text
+
+
+def shares(ours: list[float], theirs: list[float]) -> str:
+    """ours / theirs, seed by seed."""
+    never = float("inf")
+    return ", ".join(
+        "never" if b == never else "VinePPO never" if a == never else f"{a / b:.2f}"
+        for a, b in zip(ours, theirs, strict=True)
     )
 
 
-def draw(curves: dict[str, list[list[dict]]], grid: dict, output: str) -> None:
-    """One panel an axis, seeds as a band, and the learning rates of the grid."""
-    figure, panels = plt.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
-    axes = {
-        "iteration": f"sampled episodes / {EPISODES} (iterations of VinePPO, PPO, GRPO, RLOO)",
-        "steps": "gradient steps",
-        "seconds": "seconds of training (without evaluation, but for RestEM)",
-        "kl": "KL(policy, SFT checkpoint) along a demonstration, nats",
-        "reward": "mean reward of its next samples, training prompts, temperature 0.6",
-    }
-    for panel, (axis, label) in zip(panels.flat, axes.items(), strict=False):
-        for method, seeds in curves.items():
-            draw_band(panel, seeds, axis, COLOURS[method], NAMES[method])
-        panel.set(xlabel=label, ylabel="pass@1, validation, temperature 0.35", ylim=(0, 1))
-        panel.grid(alpha=0.3)
-    panels.flat[2].set_xscale("symlog", linthresh=10)
-    panels.flat[0].legend()
-    last = panels.flat[5]
-    for method, rates in grid.items():
-        xs = sorted(rates)
-        means = [statistics.mean(rates[x]) for x in xs]
-        last.plot(xs, means, "-", color=COLOURS[method])
-        for x in xs:
-            last.plot([x] * len(rates[x]), rates[x], ".", color=COLOURS[method], alpha=0.7)
-    last.set(xscale="log", xlabel="learning rate", ylabel="last pass@1, validation", ylim=(0, 1))
-    last.grid(alpha=0.3)
-    save(figure, output)
-
-
-def save(figure, output: str) -> None:
-    """As PNG and, beside it, SVG."""
-    figure.savefig(output, dpi=90)
-    with plt.rc_context({"svg.hashsalt": "figures"}):  # the same figure, the same file
-        figure.savefig(output.removesuffix(".png") + ".svg", metadata={"Date": None})
-    plt.close(figure)
-
-
 def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    lines = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]]) + "\n"
 
 
 def describe_machine() -> str:
@@ -319,81 +384,107 @@ def describe_machine() -> str:
 def write_results(
     output: str,
     curves: dict[str, list[list[dict[str, float]]]],
-    scores: dict[str, dict[float, list[float]]],
     best: dict[str, float],
     test: dict[str, list[float]],
     sft: float,
     seeds: tuple[int, ...],
     jobs: int,
+    grid: bool,
 ) -> None:
-    """Writes results.md between the marks START and END; the text around them stays."""
-    peaks = [max(p["pass@1"] for p in curve) for curve in curves.get("ppo", [])]
+    """The block `compare` of results.md; what stands around it stays."""
     rows = []
-    for method, runs in curves.items():
+    for method in sorted(curves, key=lambda m: -statistics.mean(test[m])):
+        runs = curves[method]
         ends = [curve[-1] for curve in runs]
-        per_iteration = [end["seconds"] / end["iteration"] for end in ends]
         rows.append(
             [
                 NAMES[method],
                 f"{best[method]:.2g}",
-                spread(test[method]),
-                spread([max(point["pass@1"] for point in curve) for curve in runs]),
-                *(
-                    spread([reach(*pair, axis) for pair in zip(runs, peaks, strict=True)], ".0f")
-                    if peaks
-                    else "-"
-                    for axis in ("steps", "seconds")
-                ),
-                spread([reach(curve, 0.6, "steps") for curve in runs], ".0f"),
-                spread([reach(curve, 0.6, "seconds") for curve in runs], ".0f"),
-                spread(per_iteration, ".1f"),
-                f"{statistics.mean(end['tokens'] for end in ends) / 1e3:.0f}",
+                interval(test[method]),
+                spread([reach(curve, 0.6, "steps") for curve in runs], ".0f", bounds=False),
+                spread([reach(curve, 0.6, "seconds") for curve in runs], ".0f", bounds=False),
+                f"{statistics.mean(end['tokens'] for end in ends) / 1e3:,.0f}",
+                f"{statistics.mean(end['seconds'] / end['iteration'] for end in ends):.1f}",
             ]
         )
-    header = ["method", "learning rate", "test pass@1, last", "validation pass@1, best"]
-    header += ["gradient steps to PPO's peak", "seconds to it", "gradient steps to 0.6"]
-    header += ["seconds to it", f"seconds for {EPISODES} episodes", "thousand tokens sampled"]
-    rates = sorted({rate for of_method in scores.values() for rate in of_method})
-    grid_rows = [
-        [NAMES[m], *(spread(of[rate]) if rate in of else "" for rate in rates)]
-        for m, of in scores.items()
-    ]
-    to_06 = {m: [reach(curve, 0.6, "steps") for curve in runs] for m, runs in curves.items()}
-    paired = []
-    for method, theirs in to_06.items() if "vineppo" in to_06 else ():
-        pairs = zip(to_06["vineppo"], theirs, strict=True)
-        ratios = [f"{a / b:.2f}" if b < float("inf") else "never" for a, b in pairs]
-        paired.append([NAMES[method], *ratios])
-    cores = f"{threads_of_a_run(jobs)} of {os.cpu_count()} cores"
-    each = "a GPU" if torch.cuda.is_available() else cores
-    text = f"""{START}
-Written by `python -m analysis.compare` (`make compare`), {time.strftime("%Y-%m-%d")}. Machine:
-{describe_machine()}; {jobs} runs at a time, {each} for each.
-
-Embedded task; every run starts from the same SFT checkpoint (pass@1 on the test problems
-{sft:.3f}) and samples 20 x {EPISODES} episodes; rollouts come on top. Each script has its defaults,
-but for the learning rate, and for 250 validation problems with 4 responses each. Seeds
-{", ".join(map(str, seeds))}: the mean (lowest to highest). pass@1 at temperature 0.35; test: 500
-problems, 16 responses each.
+    header = ["method", "learning rate", "test pass@1", "gradient steps to 0.6", "seconds to 0.6"]
+    header += ["thousand tokens sampled", f"seconds for {EPISODES} episodes"]
+    command = f"python -m analysis.compare --seeds {' '.join(map(str, seeds))}"
+    command += "" if grid else " --no-grid"
+    of_seeds = f"Seed {seeds[0]} alone: no interval"
+    if len(seeds) > 1:
+        of_seeds = f"The mean over seeds {', '.join(map(str, seeds))}; ±: half of a 95 % interval"
+        of_seeds += " (Student's t)"
+    text = f"""<!-- compare -->
+Written by `{command}`, {time.strftime("%Y-%m-%d")}, on
+{describe_machine()}; {jobs} runs at a time. All start from one SFT checkpoint (test pass@1
+{sft:.3f}) and sample 20 x {EPISODES} responses, plus rollouts, with the scripts'
+defaults{" and the best learning rate of the grid" if grid else ""}.
 
 {table(header, rows)}
-Seconds and tokens are without evaluation, but for RestEM, whose walk needs its own. PPO's peak is
-that of the same seed's validation curve; where a curve crosses a level is read off a straight line
-between two evaluations. RestEM's validation figures are those its walk has chosen by.
+{of_seeds}.
+Means leave out seeds that never reach 0.6, so these rows look better than they are. Test: 500
+problems, 16 responses each; 0.6: 250 validation problems, 4 each, interpolated; temperature 0.35.
+Seconds and tokens exclude evaluation, except for RestEM, whose training stops by it (most of its
+tokens).
 
-VinePPO's gradient steps to 0.6 as a share of the method's own, by seed ("never": the method does
-not get there):
+{compare_pairs(curves)}![pass@1 by steps and seconds](results.png)
 
-{table(["method", *(f"seed {seed}" for seed in seeds)], paired)}
-**Learning rates.** The last pass@1 on validation problems; the best mean decides. Where a method's
-best lies at an edge of the grid, the grid goes on there. Other settings (PPO's critic,
-DPO-Positive's beta and penalty, RestEM's prompts an iteration) were not searched.
+*By `analysis.compare`: mean, lowest and highest seed.*
 
-{table(["method", *(f"{rate:.2g}" for rate in rates)], grid_rows)}
-![Accuracy by episodes, gradient steps, seconds, KL and reward; the grid](results.png)
-{END}
+![pass@1 by KL; training reward](curves.png)
+
+*By `analysis.compare`: exact KL along 100 validation demonstrations; rewards of the next training
+samples.*
+<!-- end of compare -->
 """
-    write_between(f"{output}/results.md", START, END, text, "# The methods, compared\n\n")
+    write_block(f"{output}/results.md", "compare", text)
+
+
+def compare_pairs(curves: dict[str, list[list[dict[str, float]]]]) -> str:
+    """VinePPO's steps as shares of the others', each seed with the same seed."""
+    if "vineppo" not in curves:
+        return ""
+    text = ""
+    to_06 = {m: [reach(curve, 0.6, "steps") for curve in runs] for m, runs in curves.items()}
+    ours = to_06.pop("vineppo")
+    there = {m: theirs for m, theirs in to_06.items() if min(theirs) < float("inf")}
+    if there:
+        of_method = [f"{NAMES[m]} {shares(ours, theirs)}" for m, theirs in there.items()]
+        text += "VinePPO's gradient steps to 0.6, divided by those of the same seed's\n"
+        text += f"{'; '.join(of_method)}.\n"
+    if "ppo" in curves:
+        peaks = [max(point["pass@1"] for point in curve) for curve in curves["ppo"]]
+        of_axis = []
+        for axis in ("steps", "seconds"):
+            ours, theirs = (
+                [reach(*pair, axis) for pair in zip(curves[m], peaks, strict=True)]
+                for m in ("vineppo", "ppo")
+            )
+            of_axis.append(f"{axis} {shares(ours, theirs)}")
+        text += f"VinePPO to the best pass@1 of that seed's PPO, likewise: {'; '.join(of_axis)}.\n"
+    return text + "\n"
+
+
+def write_grid(output: str, scores: dict[str, dict[float, list[float]]], seeds) -> None:
+    """The block `grid`, of its own: a comparison without a grid leaves the last one's there."""
+    rates = sorted({rate for of_method in scores.values() for rate in of_method})
+    rows = [
+        [NAMES[m], *(f"{statistics.mean(of[rate]):.3f}" if rate in of else "" for rate in rates)]
+        for m, of in scores.items()
+    ]
+    text = f"""<!-- grid -->
+Grid of learning rates, written by `python -m analysis.compare`, {time.strftime("%Y-%m-%d")}: last
+pass@1 on validation problems, mean over seeds {", ".join(map(str, seeds))}.
+
+{table(["method", *(f"{rate:.2g}" for rate in rates)], rows)}<!-- end of grid -->
+"""
+    write_block(f"{output}/results.md", "grid", text)
+
+
+def write_block(path: str, name: str, text: str) -> None:
+    """Puts a marked block in its place; a page that is new begins with a title."""
+    write_between(path, f"<!-- {name} -->", f"<!-- end of {name} -->", text, TITLE)
 
 
 def write_between(path: str, start: str, end: str, text: str, title: str = "") -> None:
@@ -449,13 +540,16 @@ def main(
     bar.set_postfix_str("KL")
     measure_kl({path: c for m in methods for path, c in zip(paths[m], curves[m], strict=True)})
     bar.close()
-    write_results(output, curves, scores, best, test, sft, seeds, jobs)
+    write_results(output, curves, best, test, sft, seeds, jobs, grid)
+    if grid:
+        write_grid(output, scores, seeds)
     with open(f"{folder}/results.json.tmp", "w") as file:  # for analysis/figures.py
         found = {"paths": paths, "best": best, "start": start, "seeds": seeds, "curves": curves}
         json.dump(found, file)
     os.replace(f"{folder}/results.json.tmp", f"{folder}/results.json")
-    draw(curves, scores, f"{output}/results.png")
-    print(f"{output}/results.md")
+    draw_results(curves, f"{output}/results.png")
+    draw_curves(curves, scores, f"{output}/curves.png")
+    print(f"{output}/results.md, results.png, curves.png")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ checkpoints of the VinePPO, PPO and GRPO runs. A second call skips what is finis
 """
 
 import json
+import math
 import os
 import statistics
 import time
@@ -21,21 +22,26 @@ from tqdm import tqdm
 from analysis import values
 from analysis.compare import (
     COLOURS,
+    MARKERS,
     NAMES,
+    STYLES,
     describe_machine,
     draw_band,
     drop_engine_states,
+    interval,
+    legend_above,
     plan,
     read_curve,
     run_all,
     save,
-    spread,
     table,
+    use_log_axis,
+    write_block,
 )
 from common import require
 
 UNSHARED = ("--no-share-rollouts",)
-KS = {1: "#7fb8de", 3: "#2f86c6", 9: "#08306b"}
+KS = {1: ("K = 1", "#f2a766", "^"), 3: ("K = 3", "#d55e00", "s"), 9: ("K = 9", "#7a3500", "o")}
 TRUTH = values.Args.truth
 TEMPERATURES = {0.6: "-", 0.8: "--", 1.0: ":"}
 STATES_OF = {"vineppo": "vineppo", "ppo": "ppo", "grpo": "grpo", "rloo": "grpo"}  # whose runs
@@ -47,7 +53,7 @@ class Args:
     folder: str = ""
     """folder with the runs of `make compare`; empty: runs/compare, or runs/quick without it"""
     output: str = ""
-    """folder for the figures and figures.md; empty: docs, but runs/quick for those of runs/quick"""
+    """where figures and results.md go; default docs, or runs/quick for those of runs/quick"""
     iterations: tuple[int, ...] = (4, 12, 20)
     """checkpoints whose values are analysed"""
     jobs: int = torch.cuda.device_count() or min(2, os.cpu_count() or 1)
@@ -70,51 +76,35 @@ def read_values(paths: dict[str, list[str]], iterations: tuple[int, ...]) -> dic
     return found
 
 
-def draw_scatter(found: dict[str, list], iterations: tuple[int, ...], output: str) -> None:
-    """Figures 9, G.24: predicted against true values, all seeds."""
+def draw_values(found: dict[str, list], iteration: int, output: str) -> None:
+    """Figures 9, G.24: predicted against true values, all seeds, and the mean prediction for each
+    fifth of the true values. RLOO looks like GRPO and is left out."""
+    shown = {name: runs for name, runs in found.items() if name != "rloo"}
     figure, panels = plt.subplots(
-        len(found),
-        len(iterations),
-        figsize=(2.6 * len(iterations), 2.5 * len(found)),
-        layout="constrained",
-        sharex=True,
-        sharey=True,
-        squeeze=False,
+        1, len(shown), figsize=(8.8, 3.3), layout="constrained", sharey=True, squeeze=False
     )
-    for row, (estimator, runs) in zip(panels, found.items(), strict=True):
-        for panel, iteration in zip(row, iterations, strict=True):
-            states = [state for of_run in runs for state in of_run[iteration][0]]
-            truth, predicted = ([state[name] for state in states] for name in ("truth", estimator))
-            panel.plot([0, 1], [0, 1], "-", color="#bbbbbb", lw=1)
-            panel.plot(truth, predicted, "o", ms=3, mew=0, alpha=0.35, color=COLOURS[estimator])
-            mae = values.measure(truth, predicted)["mae"]
-            panel.set_title(
-                f"{LABELS[estimator]}, iteration {iteration}\nMAE {mae:.3f}", fontsize=9
-            )
-        row[0].set_ylabel("predicted value")
-    for panel in panels[-1]:
-        panel.set_xlabel("true value")
+    for panel, (estimator, runs) in zip(panels[0], shown.items(), strict=True):
+        states = [state for of_run in runs for state in of_run[iteration][0]]
+        panel.plot([0, 1], [0, 1], "-", color="#bbbbbb", lw=1)
+        truth, predicted = ([state[name] for state in states] for name in ("truth", estimator))
+        panel.plot(truth, predicted, "o", ms=3, mew=0, alpha=0.3, color=COLOURS[estimator])
+        fifths: list[list[tuple]] = [[] for _ in range(5)]
+        for pair in zip(truth, predicted, strict=True):
+            fifths[min(4, int(5 * pair[0]))].append(pair)
+        means = [tuple(map(statistics.mean, zip(*pairs, strict=True))) for pairs in fifths if pairs]
+        panel.plot(*zip(*means, strict=True), "-", color="black", marker=MARKERS[estimator])
+        panel.set(title=NAMES[estimator], xlabel=f"true value ({TRUTH} rollouts)")
+    panels[0, 0].set_ylabel("predicted value")
     save(figure, output)
 
 
-def draw_positions(found: dict[str, list], iterations: tuple[int, ...], output: str) -> None:
-    """Figures 10, G.25: error by position in the response, first and last checkpoint."""
-    shown = (iterations[0], iterations[-1])
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
-    for panel, iteration in zip(panels, shown, strict=True):
-        for estimator, runs in found.items():
-            curves = []
-            for of_run in runs:
-                tenths = values.error_by_position(of_run[iteration][0], estimator)
-                points = [{"x": 10 * i + 5, "mae": mae} for i, mae in enumerate(tenths)]
-                curves.append([p if p["mae"] == p["mae"] else {} for p in points])
-            draw_band(panel, curves, "x", COLOURS[estimator], LABELS[estimator], "mae")
-        panel.set(xlabel="position of the state in its response, %", xlim=(0, 100))
-        panel.set_title(f"iteration {iteration}", fontsize=10)
-        panel.grid(alpha=0.3)
-    panels[0].set(ylabel="mean absolute error of the value", ylim=(0, None))
-    panels[0].legend()
-    save(figure, output)
+def error_curves(runs: list[dict], estimator: str, iteration: int) -> list[list[dict]]:
+    """For each seed its mean absolute error by position, where all seeds have states."""
+    tenths = [values.error_by_position(of_run[iteration][0], estimator) for of_run in runs]
+    kept = [
+        i for i, errors in enumerate(zip(*tenths, strict=True)) if not any(map(math.isnan, errors))
+    ]
+    return [[{"position": 10 * i + 5, "mae": errors[i]} for i in kept] for errors in tenths]
 
 
 def summarize(found: dict[str, list], iterations: tuple[int, ...]) -> dict[str, list[list[dict]]]:
@@ -136,60 +126,34 @@ def summarize(found: dict[str, list], iterations: tuple[int, ...]) -> dict[str, 
     return summary
 
 
-def draw_accuracy(summary: dict[str, list], output: str) -> None:
-    """Figures 11, G.26: how close the values are to the truth, over training."""
-    figure, panels = plt.subplots(2, 2, figsize=(9, 6.5), layout="constrained", sharex=True)
+def draw_accuracy(summary: dict[str, list], found: dict[str, list], output: str) -> None:
+    """Figures 11, G.26: how good the values are over training; 10, G.25: along a response of the
+    last checkpoint."""
+    figure, panels = plt.subplots(2, 2, figsize=(8.8, 6.6), layout="constrained")
     labels = {
-        "mae": "mean absolute error",
+        "mae": "mean absolute error of the value",
         "close": "share of values within 0.05",
-        "explained": "explained variance",
         "top": "best of five next steps found",
     }
-    for panel, (name, label) in zip(panels.flat, labels.items(), strict=True):
+    for panel, (name, label) in zip(panels.flat, labels.items(), strict=False):
         for estimator, curves in summary.items():
-            style = COLOURS[estimator], LABELS[estimator]
-            draw_band(panel, curves, "iteration", *style, name)
+            if any(name in point for curve in curves for point in curve):
+                style = LABELS[estimator], *STYLES[estimator][1:]
+                draw_band(panel, curves, "iteration", style, name)
             if name == "top":
                 chance = [p["chance"] for curve in curves for p in curve if "chance" in p]
                 if chance:
                     panel.axhline(statistics.mean(chance), color=COLOURS[estimator], lw=1, ls=":")
-        panel.set_ylabel(label)
-        panel.grid(alpha=0.3)
-    panels[0, 0].set(ylim=(0, None))
-    panels[0, 1].set(ylim=(0, 1.05))
-    panels[1, 1].set(ylim=(0, 1.05))
-    for panel in panels[1]:
-        panel.set_xlabel("iteration")
+        panel.set(title=label, xlabel="iteration", ylim=(0, None if name == "mae" else 1.02))
         panel.xaxis.get_major_locator().set_params(integer=True)
-    panels[0, 1].legend(fontsize=9)
-    save(figure, output)
-
-
-def draw_curves(curves: dict[str, list[list[dict]]], output: str) -> None:
-    """Figures 5, 6, 7 and C.4: accuracy by iteration, KL, seconds and training reward."""
-    figure, panels = plt.subplots(2, 2, figsize=(9, 7), layout="constrained", sharey=True)
-    axes = {
-        "iteration": "sampled episodes / 64",
-        "kl": "KL(policy, SFT checkpoint), nats a demonstration",
-        "seconds": "seconds of training",
-        "reward": "mean reward of the next samples, training prompts",
-    }
-    for panel, (axis, label) in zip(panels.flat, axes.items(), strict=True):
-        for method, seeds in curves.items():
-            if axis in ("iteration", "seconds"):
-                shown = [curve[axis == "seconds" :] for curve in seeds]  # no 0 on a log axis
-                draw_band(panel, shown, axis, COLOURS[method], NAMES[method])
-            else:  # where seeds do not line up: a point for each evaluation
-                points = [p for curve in seeds for p in curve if axis in p]
-                xs, ys = [p[axis] for p in points], [p["pass@1"] for p in points]
-                panel.plot(xs, ys, ".", color=COLOURS[method], alpha=0.7)
-        panel.set(xlabel=label, ylim=(0, 1))
-        panel.grid(alpha=0.3)
-    panels[0, 0].xaxis.get_major_locator().set_params(integer=True)
-    panels[1, 0].set(xscale="log")
-    for panel in panels[:, 0]:
-        panel.set_ylabel("pass@1, validation, temperature 0.35")
-    panels[0, 0].legend(fontsize=9)
+    last = max(point["iteration"] for curves in summary.values() for point in curves[0])
+    for estimator, runs in found.items():
+        draw_band(
+            panels[1, 1], error_curves(runs, estimator, last), "position", STYLES[estimator], "mae"
+        )
+    panels[1, 1].set(title=f"mean absolute error, iteration {last}", xlim=(0, 100), ylim=(0, None))
+    panels[1, 1].set_xlabel("position of the state in its response, %")
+    legend_above(figure, panels[0, 0])
     save(figure, output)
 
 
@@ -200,89 +164,95 @@ def draw_ablations(
     of_k: dict[int, list], of_temperature: dict[tuple[str, float], list], output: str
 ) -> None:
     """Figures 4 and F.23, K; Figure 8, temperature."""
-    figure, panels = plt.subplots(2, 2, figsize=(9, 7), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, 3, figsize=(8.8, 4.1), layout="constrained", sharey=True)
     for k, curves in of_k.items():
-        draw_band(panels[0, 0], curves, "iteration", KS[k], f"VinePPO, K = {k}")
-        trained = [curve[1:] for curve in curves]  # no 0 on a log axis
-        draw_band(panels[0, 1], trained, "tokens", KS[k], f"VinePPO, K = {k}")
-    panels[0, 0].set(xlabel="iteration")
-    panels[0, 1].set(xlabel="tokens sampled, rollouts included", xscale="log")
-    for panel, method in zip(panels[1], ("vineppo", "ppo"), strict=True):
-        for (name, temperature), curves in of_temperature.items():
-            if name == method:
-                label = f"{NAMES[method]}, temperature {temperature:g}"
-                draw_band(panel, curves, "iteration", COLOURS[method], label)
-                panel.lines[-1].set(linestyle=TEMPERATURES[temperature], marker="")
-        panel.set(xlabel="iteration")
-    for panel in panels.flat:
-        panel.set(ylim=(0, 1))
-        panel.grid(alpha=0.3)
-        panel.legend(loc="upper left", fontsize=9)
-    for panel in panels[:, 0]:
-        panel.set_ylabel("pass@1, validation, temperature 0.35")
+        draw_band(panels[0], curves, "iteration", KS[k])
+        thousands = [  # no 0 on a log axis
+            [{**point, "tokens": point["tokens"] / 1e3} for point in curve[1:]] for curve in curves
+        ]
+        draw_band(panels[1], thousands, "tokens", KS[k])
+    for (method, temperature), curves in sorted(of_temperature.items(), reverse=True):
+        style = f"{NAMES[method]}, {temperature:g}", COLOURS[method], ""
+        draw_band(panels[2], curves, "iteration", style, line=TEMPERATURES[temperature])
+    panels[0].set(xlabel="iteration", xlim=(0, None), ylim=(0, 1))
+    panels[0].set_ylabel("pass@1 on validation problems")
+    panels[1].set_xlabel("thousand tokens sampled (log scale)")
+    use_log_axis(panels[1].xaxis)
+    panels[2].set(xlabel="iteration", xlim=(0, None))
+    titles = "VinePPO by iterations", "VinePPO by tokens", "temperature"
+    for panel, title, columns in zip(panels, titles, (1, 1, 2), strict=True):
+        panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1), title=title, ncols=columns)
     save(figure, output)
 
 
-def value_rows(summary: dict[str, list], iteration: int, labels: dict) -> list[list[str]]:
-    rows = []
-    for estimator, curves in summary.items():
-        points = [p for curve in curves for p in curve if p["iteration"] == iteration]
-        names = ("mae", "close", "explained", "top", "chance")
-        found = [[p[name] for p in points if name in p] for name in names]
-        cells = [spread(numbers) if numbers else "-" for numbers in found]
-        rows.append([labels[estimator], *cells, str(sum(p["decided"] for p in points) or "-")])
-    return rows
+# ---- writing -------------------------------------------------------------------------------------
 
 
-def write_tables(
-    found, summary, shared, of_k, of_temperature, iterations, fit: dict, output: str
+def describe_actions(found: dict[str, list], estimator: str) -> str:
+    everywhere = [a for of_run in found[estimator] for _, of in of_run.values() for a in of]
+    share, chance, decided = values.rank_actions(everywhere, estimator, TRUTH)
+    return f"{NAMES[estimator]} {share:.0%} of {decided} states (chance {chance:.0%})"
+
+
+def write_numbers(
+    found, summary, of_k, of_temperature, iterations, seeds, fit: dict, output: str
 ) -> None:
-    """The figures' numbers, mean (lowest to highest) over seeds."""
-    header = ["", "MAE", "within 0.05", "explained variance", "top action", "its chance", "states"]
-    text = (
-        f"Written by `python -m analysis.figures` (`make figures`), {time.strftime('%Y-%m-%d')}. "
-    )
-    text += (
-        f"Machine: {describe_machine()}.\nMean (lowest to highest) over seeds; states: how many "
-    )
-    text += "had next steps to choose from, all seeds together.\n\n"
-    for iteration in iterations:
-        rows = value_rows(summary, iteration, LABELS)
-        text += f"Iteration {iteration}, each on its own runs:\n\n{table(header, rows)}\n"
-    rows = value_rows(shared, iterations[-1], NAMES)
-    text += f"All four on the states of PPO's runs, iteration {iterations[-1]}:\n\n"
-    text += f"{table(header, rows)}\n"
-    for estimator in ("vineppo", "ppo"):
-        everywhere = [
-            a for of_run in found.get(estimator, []) for _, of in of_run.values() for a in of
-        ]
-        share, chance, decided = values.rank_actions(everywhere, estimator, TRUTH)
-        text += (
-            f"Top action, {NAMES[estimator]}, all of these iterations and seeds: {share:.0%} of "
-        )
-        text += f"{decided} states (chance {chance:.0%}).\n\n"
-    last = fit["curve"][-1][1]
-    text += (
-        f"PPO's critic fitted to exact values of {fit['responses']} responses, {fit['epochs']} "
-        f"times, of {fit['model']}: on other prompts explained variance {last['explained']:.2f}, "
-        f"MAE {last['mae']:.3f}.\n\n"
-    )
+    """The block `figures` of results.md."""
+    middle, last = iterations[len(iterations) // 2], iterations[-1]
+
+    def at_last(curves: list[list[dict]], name: str) -> str:
+        points = [point for curve in curves for point in curve]
+        return interval([p[name] for p in points if p["iteration"] == last], ".2f")
+
+    def last_score(curves: list[list[dict]], form: str = ".3f") -> str:
+        return interval([curve[-1]["pass@1"] for curve in curves], form)
+
+    header = ["", "mean absolute error", "within 0.05", "explained variance"]
+    names = "mae", "close", "explained"
     rows = [
-        [
-            f"VinePPO, K = {k}",
-            spread([c[-1]["pass@1"] for c in curves]),
-            f"{statistics.mean(c[-1]['tokens'] for c in curves) / 1e3:.0f}",
-        ]
-        for k, curves in of_k.items()
+        [NAMES[e], *(at_last(curves, name) for name in names)]
+        for e, curves in summary.items()
+        if e != "rloo"  # close to GRPO
     ]
-    text += table(["no sharing of rollouts", "last pass@1, validation", "thousand tokens"], rows)
-    rows = [
-        [f"{NAMES[method]}, temperature {t:g}", spread([c[-1]["pass@1"] for c in curves])]
-        for (method, t), curves in of_temperature.items()
+    of_values = table(header, rows)
+    of_k_header = ["VinePPO, `--no-share-rollouts`", "last pass@1", "thousand tokens"]
+    rows = []
+    for k, curves in of_k.items():
+        tokens = statistics.mean(curve[-1]["tokens"] for curve in curves)
+        rows.append([f"K = {k}", last_score(curves), f"{tokens / 1e3:,.0f}"])
+    elsewhere = summarize({"vineppo": found["ppo"]}, iterations)["vineppo"]
+    learnt = fit["curve"][-1][1]
+    temperatures = [
+        f"{NAMES[m]} {', '.join(last_score(of_temperature[m, t], '.2f') for t in TEMPERATURES)}"
+        for m in ("vineppo", "ppo")
     ]
-    text += "\n" + table(["", "last pass@1, validation"], rows)
-    with open(output, "w") as file:
-        file.write(text)
+    text = f"""<!-- figures -->
+Written by `python -m analysis.figures`, {time.strftime("%Y-%m-%d")}, on {describe_machine()}.
+Means over seeds {", ".join(map(str, seeds))}, ± as above. Values at iteration {last}:
+
+{of_values}
+VinePPO's error on the states of PPO's runs: {at_last(elsewhere, "mae")}. Best next step found:
+{describe_actions(found, "vineppo")}, {describe_actions(found, "ppo")}. PPO's
+critic, fitted {fit["epochs"]} times to exact values of {fit["responses"]:,} responses of VinePPO's
+iteration {middle}, explains {learnt["explained"]:.0%} of their variance on other prompts.
+
+{table(of_k_header, rows)}
+Last pass@1 at temperatures {", ".join(f"{t:g}" for t in TEMPERATURES)}: {"; ".join(temperatures)}.
+
+![Predicted against true values](values.png)
+
+*By `analysis.figures`, iteration {middle}; black: mean of a fifth of the true values.*
+
+![Errors of values; best next step](accuracy.png)
+
+*By `analysis.figures`; dotted: chance.*
+
+![pass@1 by K and temperature](ablations.png)
+
+*By `analysis.figures`.*
+<!-- end of figures -->
+"""
+    write_block(output, "figures", text)
 
 
 def main(args: Args) -> None:
@@ -350,25 +320,14 @@ def main(args: Args) -> None:
     of_temperature = dict(sorted(of_temperature.items(), key=lambda item: item[0][1]))
     found = read_values(paths, args.iterations)
     summary = summarize(found, args.iterations)
-    draw_curves(compared["curves"], f"{args.output}/curves.png")
-    draw_scatter(found, args.iterations, f"{args.output}/values.png")
-    draw_positions(found, args.iterations, f"{args.output}/positions.png")
-    draw_accuracy(summary, f"{args.output}/accuracy.png")
+    draw_values(found, middle, f"{args.output}/values.png")
+    draw_accuracy(summary, found, f"{args.output}/accuracy.png")
     draw_ablations(of_k, of_temperature, f"{args.output}/ablations.png")
     with open(fitted) as file:
         fit = json.load(file)
-    shared = summarize(dict.fromkeys(STATES_OF, found["ppo"]), args.iterations)
-    write_tables(
-        found,
-        summary,
-        shared,
-        of_k,
-        of_temperature,
-        args.iterations,
-        fit,
-        f"{args.output}/figures.md",
-    )
-    print(f"{args.output}: curves, values, positions, accuracy, ablations (PNG, SVG), figures.md")
+    page = f"{args.output}/results.md"
+    write_numbers(found, summary, of_k, of_temperature, args.iterations, seeds, fit, page)
+    print(f"{page}, values.png, accuracy.png, ablations.png")
 
 
 if __name__ == "__main__":

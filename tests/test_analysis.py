@@ -1,12 +1,14 @@
 """Exact values against chains that are played out; the comparison's readings of a run."""
 
 import json
+import math
 import os
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib import pyplot as plt
 from transformers import LlamaForCausalLM
 
 from analysis import compare, gradient
@@ -117,7 +119,44 @@ def test_reach_and_spread():
     assert compare.reach(curve, 0.8, "steps") == float("inf")
     assert compare.spread([0.5, 0.7, 0.6]) == "0.600 (0.500 to 0.700)"
     assert compare.spread([10.0, float("inf")], ".0f") == "10 (10 to 10), 1 of 2 never"
+    assert compare.spread([10.0, 20.0, float("inf")], ".0f", bounds=False) == "15, 1 of 3 never"
     assert compare.spread([float("inf")] * 2) == "never"
+    never = float("inf")
+    shares = compare.shares([8.0, 8.0, never, never], [16.0, never, 2.0, never])
+    assert shares == "0.50, never, VinePPO never, never"
+
+
+def test_intervals_over_seeds():
+    assert compare.interval([0.5, 0.7, 0.6]) == "0.600 ± 0.248"  # 4.303 * 0.1 / sqrt(3)
+    assert compare.interval([1.0, 2.0, 3.0, 4.0, 5.0], ".2f") == "3.00 ± 1.96"  # 2.776 * sqrt(0.5)
+    assert compare.interval([0.6]) == "0.600"
+    assert compare.interval([0.0, 1.0] * 10, ".4f") == "0.5000 ± 0.2595"  # 2.262: as of ten seeds
+
+
+def test_quantiles_are_those_of_students_t():
+    """The density, integrated from 0 to the quantile, gives 0.475."""
+    for freedom, quantile in enumerate(compare.T, start=1):
+        scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2)
+        scale /= math.sqrt(freedom * math.pi)
+        x = torch.linspace(0, quantile, 100_001, dtype=torch.float64)
+        density = scale * (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+        assert torch.trapezoid(density, x).item() == pytest.approx(0.475, abs=2e-5)
+
+
+def test_a_band_is_the_seeds_mean_lowest_and_highest():
+    long = [{"steps": s, "pass@1": s / 100} for s in (0, 10, 20, 30, 40)]
+    short = [{"steps": s, "pass@1": s / 50} for s in (0, 30, 60)]
+    figure, panel = plt.subplots()
+    compare.draw_band(panel, [long, short], "steps", ("name", "#000000", "o"))
+    # halfway and at the end, both seeds are where they are; none is left out
+    xs, ys = panel.lines[0].get_data()
+    assert (xs[0], xs[2], xs[4]) == (0, 25, 50) and ys[2] == pytest.approx((0.2 + 0.6) / 2)
+    corners = panel.collections[0].get_paths()[0].vertices
+    assert sorted(y for x, y in corners if x == 50)[::2] == pytest.approx([0.4, 1.2])
+    del long[2]["pass@1"], short[1]["pass@1"]  # a point that no seed has
+    compare.draw_band(panel, [long, short], "steps", ("name", "#000000", "o"))
+    assert list(panel.lines[1].get_xdata()) == [0, 5, 45, 50]
+    plt.close(figure)
 
 
 def test_results_are_read_at_the_equals_signs():
@@ -144,26 +183,79 @@ def test_results_are_read_at_the_equals_signs():
         torch.testing.assert_close(result, torch.softmax(logits, dim=-1)[ids])
 
 
+def made_up_curves(methods: tuple[str, ...], last: float = 0.7) -> dict[str, list[list[dict]]]:
+    points = [{"pass@1": p, "steps": s, "seconds": 2 * s} for p, s in ((0.1, 0), (last, 8))]
+    points = [{**p, "tokens": 1e6 * p["steps"], "iteration": p["steps"]} for p in points]
+    points = [{**p, "kl": p["steps"] / 8, "reward": p["pass@1"] / 2} for p in points]
+    return {method: [points, points] for method in methods}
+
+
 def test_results_keep_what_is_written_around_them(tmp_path):
-    points = [{"pass@1": p, "steps": s, "seconds": s, "tokens": s} for p, s in ((0.1, 0), (0.7, 8))]
-    curve = [{**point, "iteration": i} for i, point in enumerate(points)]
-    curves = {method: [curve, curve] for method in ("vineppo", "ppo")}
-    scores = {method: {0.1: [0.7, 0.7], 0.2: [0.5, 0.6]} for method in curves}
-    best, test = {m: 0.1 for m in curves}, {m: [0.6, 0.8] for m in curves}
-    arguments = (curves, scores, best, test, 0.1, (1, 2), 2)
+    curves = made_up_curves(("vineppo",)) | made_up_curves(("ppo", "grpo"), 0.5)
+    curves["ppo"][0] = made_up_curves(("ppo",), 0.6)["ppo"][0]
+    best = {method: 0.1 for method in curves}
+    test = {"vineppo": [0.6, 0.8], "ppo": [0.4, 0.6], "grpo": [0.5, 0.7]}
+    arguments = (curves, best, test, 0.1, (1, 2), 2)
+    compare.write_results(str(tmp_path), *arguments, True)
+    page = (tmp_path / "results.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert rows[1:] == [  # best first
+        "| VinePPO | 0.1 | 0.700 ± 1.271 | 7 | 13 | 8,000 | 2.0 |",
+        "| GRPO | 0.1 | 0.600 ± 1.271 | never | never | 8,000 | 2.0 |",
+        "| PPO | 0.1 | 0.500 ± 1.271 | 8, 1 of 2 never | 16, 1 of 2 never | 8,000 | 2.0 |",
+    ]
+    assert "same seed's\nPPO 0.83, never.\n" in page  # GRPO never gets there
+    assert "likewise: steps 0.83, 0.67; seconds 0.83, 0.67.\n" in page
+    assert "over seeds 1, 2; ±" in page and "--seeds 1 2`" in page
+    page = page.replace("# The methods, compared", "# Mine") + "end\n"
+    (tmp_path / "results.md").write_text(page)
+    compare.write_results(str(tmp_path), *arguments, True)
+    assert (tmp_path / "results.md").read_text() == page
+    one = {method: runs[1:] for method, runs in curves.items()}
+    test = {method: scores[1:] for method, scores in test.items()}
+    compare.write_results(str(tmp_path), one, best, test, 0.1, (2,), 2, False)
+    page = (tmp_path / "results.md").read_text()
+    assert "Seed 2 alone: no interval.\n" in page and "--seeds 2 --no-grid`" in page
+    assert "| VinePPO | 0.1 | 0.800 | 7 |" in page and "±" not in page
+
+
+def test_a_comparison_without_a_grid_leaves_that_of_another(tmp_path):
+    curves, scores = made_up_curves(("ppo",)), {"ppo": {0.1: [0.7, 0.6], 0.2: [0.5, 0.6]}}
+    compare.write_grid(str(tmp_path), scores | {"grpo": {0.2: [0.3, 0.5]}}, (1, 2))
+    arguments = (curves, {"ppo": 0.1}, {"ppo": [0.6, 0.8]}, 0.1, (3, 4), 2, False)
     compare.write_results(str(tmp_path), *arguments)
     page = (tmp_path / "results.md").read_text()
     assert (
-        "| VinePPO | 0.1 | 0.700 (0.600 to 0.800) | 0.700 (0.700 to 0.700) | 8 (8 to 8) |" in page
+        "| method | 0.1 | 0.2 |\n|---|---|---|\n| PPO | 0.650 | 0.550 |\n| GRPO |  | 0.400 |"
+        in page
     )
-    assert "| PPO | 1.00 | 1.00 |" in page and "| PPO | 0.700 (0.700 to 0.700) | 0.550" in page
-    (tmp_path / "results.md").write_text(
-        page.replace("# The methods, compared", "# Mine") + "end\n"
-    )
-    compare.write_results(str(tmp_path), *arguments)
-    page = (tmp_path / "results.md").read_text()
-    assert page.startswith("# Mine") and page.endswith("end\n") and page.count("| RestEM") == 0
-    assert page.count("| GRPO") == 0 and page.count("| VinePPO |") == 3
+    assert "over seeds 1, 2.\n" in page and "over seeds 3, 4; ±" in page
+    assert "VinePPO" not in page
+
+
+def test_figures_of_the_comparison(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(compare, "save", lambda figure, output: shown.append(figure))
+    curves = made_up_curves(("vineppo", "dpo_pos"))
+    del (last := dict(curves["dpo_pos"][0][1]))["reward"]
+    curves["dpo_pos"] = [[curves["dpo_pos"][0][0], last]] * 2
+    compare.draw_results(curves, "")
+    steps, seconds = shown[0].axes
+    assert [line.get_label() for line in steps.lines] == ["VinePPO", "DPO-Positive"]
+    assert steps.get_xlim()[0] == 0 and steps.get_ylim() == (0, 1)
+    assert seconds.get_xscale() == "log" and list(seconds.lines[0].get_xdata()) == [16]
+    (legend,) = shown[0].legends  # outside of the panels
+    assert [text.get_text() for text in legend.get_texts()] == ["VinePPO", "DPO-Positive"]
+    scores = {method: {0.1: [0.7, 0.5]} for method in curves}
+    compare.draw_curves(curves, scores, "")
+    kl, reward = shown[1].axes
+    assert list(kl.lines[0].get_xdata()) == [0, 1]
+    assert list(reward.lines[0].get_ydata()) == [0.05, 0.35] and len(reward.lines) == 1
+    compare.draw_curves(curves, {m: {0.1: [0.7, 0.5], 0.2: [0.4, 0.6]} for m in curves}, "")
+    assert list(shown[2].axes[2].lines[0].get_ydata()) == pytest.approx([0.6, 0.5])
+    monkeypatch.undo()
+    compare.save(shown[0], str(tmp_path / "results.png"))
+    assert (tmp_path / "results.png").stat().st_size > 10_000
 
 
 def test_runs_of_another_origin_are_refused(tmp_path, monkeypatch):

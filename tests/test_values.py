@@ -400,35 +400,67 @@ def made_up_run(shift: float) -> dict:
 def test_figures_of_constructed_runs(tmp_path):
     found = {"vineppo": [made_up_run(0.0), made_up_run(0.02)], "grpo": [made_up_run(0.0)]}
     found["ppo"] = [made_up_run(0.2)]
+    found["rloo"] = [
+        {i: ([s | {"rloo": 0.0} for s in of], []) for i, (of, _) in made_up_run(0.0).items()}
+    ]
     summary = figures.summarize(found, (4, 20))
     assert [curve[0]["mae"] for curve in summary["vineppo"]] == pytest.approx([0.01, 0.03])
     assert summary["vineppo"][0][1]["top"] == 1
     assert summary["grpo"][0][1]["top"] == summary["grpo"][0][1]["chance"] == pytest.approx(1 / 3)
     curve = [{"iteration": i, "pass@1": i / 20} for i in range(0, 21, 2)]
     curve = [p | dict.fromkeys(("tokens", "seconds"), 1e5 * p["iteration"]) for p in curve]
+    lower = [p | {"pass@1": p["pass@1"] / 2} for p in curve]
     of_k = {k: [curve, curve] for k in figures.KS}
     of_temperature = {(m, t): [curve] for m in ("vineppo", "ppo") for t in figures.TEMPERATURES}
-    figures.draw_curves({"vineppo": [curve], "grpo": [curve]}, str(tmp_path / "curves.png"))
-    figures.draw_scatter(found, (4, 20), str(tmp_path / "values.png"))
-    figures.draw_positions(found, (4, 20), str(tmp_path / "positions.png"))
-    figures.draw_accuracy(summary, str(tmp_path / "accuracy.png"))
+    of_temperature["ppo", 1.0] = [lower]
+    figures.draw_values(found, 4, str(tmp_path / "values.png"))
+    figures.draw_accuracy(summary, found, str(tmp_path / "accuracy.png"))
     figures.draw_ablations(of_k, of_temperature, str(tmp_path / "ablations.png"))
-    for name in ("curves", "values", "positions", "accuracy", "ablations"):
+    for name in ("values", "accuracy", "ablations"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-        assert "<svg" in (tmp_path / f"{name}.svg").read_text()
-    fit = {
-        "responses": 64,
-        "epochs": 2,
-        "model": "m",
-        "curve": [[9, {"explained": 0.5, "mae": 0.1}]],
-    }
-    output = str(tmp_path / "figures.md")
-    figures.write_tables(found, summary, summary, of_k, of_temperature, (4, 20), fit, output)
-    text = (tmp_path / "figures.md").read_text()
-    assert "| VinePPO | 0.020 (0.010 to 0.030) | 1.000 (1.000 to 1.000) |" in text
-    assert "VinePPO, all of these iterations and seeds: 100% of 4 states (chance 33%)" in text
-    assert "PPO, all of these iterations and seeds: 0% of 2 states (chance 33%)" in text
-    assert "| VinePPO, K = 9 | 1.000 (1.000 to 1.000) | 2000 |" in text
+    fit = {"responses": 6400, "epochs": 2, "curve": [[9, {"explained": 0.5, "mae": 0.1}]]}
+    page = str(tmp_path / "results.md")
+    for _ in range(2):  # the block takes its own place
+        figures.write_numbers(found, summary, of_k, of_temperature, (4, 20), (1, 2), fit, page)
+    text = (tmp_path / "results.md").read_text()
+    assert text.count("| VinePPO | 0.02 ± 0.13 | 1.00 ± 0.00 | 1.00 ± 0.00 |\n| GRPO | 0.40 |") == 1
+    assert "| RLOO" not in text and "on the states of PPO's runs: 0.21." in text
+    assert "VinePPO 100% of 4 states (chance 33%), PPO 0% of 2 states (chance 33%)" in text
+    assert "fitted 2 times to exact values of 6,400" in text and "explains 50% of" in text
+    assert "| K = 9 | 1.000 ± 0.000 | 2,000 |" in text
+    assert "0.6, 0.8, 1: VinePPO 1.00, 1.00, 1.00; PPO 1.00, 1.00, 0.50." in text
+
+
+def test_values_are_drawn_against_the_truth(monkeypatch):
+    shown = []
+    monkeypatch.setattr(figures, "save", lambda figure, output: shown.append(figure))
+    found = {"vineppo": [made_up_run(0.0), made_up_run(0.02)], "ppo": [made_up_run(0.0)]}
+    figures.draw_values(found, 4, "")
+    _, points, means = shown[0].axes[0].lines
+    assert list(points.get_xdata()) == [0.1, 0.5, 0.9, 0.3] * 2
+    assert list(means.get_ydata()) == pytest.approx([0.12, 0.32, 0.52, 0.92])  # fifths with states
+    few = [{"truth": t, "vineppo": t} for t in (0.21, 0.39, 1.0)]
+    figures.draw_values({"vineppo": [{4: (few, [])}]}, 4, "")
+    assert list(shown[1].axes[0].lines[2].get_xdata()) == pytest.approx([0.3, 1.0])
+    figures.draw_accuracy(figures.summarize(found, (4, 20)), found, "")
+    errors = shown[2].axes[3].lines[0]
+    assert list(errors.get_xdata()) == [5, 25, 55, 75]  # tenths with states of every seed
+    assert list(errors.get_ydata()) == pytest.approx([0.02] * 4)
+    lost = {20: (found["vineppo"][0][20][0][1:], [])}
+    assert len(figures.error_curves([lost, *found["vineppo"]], "vineppo", 20)[0]) == 3
+
+
+def test_ablations_are_drawn_by_iteration_and_tokens(monkeypatch):
+    shown = []
+    monkeypatch.setattr(figures, "save", lambda figure, output: shown.append(figure))
+    curve = [{"iteration": i, "tokens": 5000 * i, "pass@1": i / 4} for i in (0, 2, 4)]
+    of_temperature = {("vineppo", 0.6): [curve], ("vineppo", 0.8): [curve]}
+    figures.draw_ablations({k: [curve] for k in figures.KS}, of_temperature, "")
+    iterations, tokens, temperatures = shown[0].axes
+    assert [list(line.get_xdata()) for line in iterations.lines] == [[0, 2, 4]] * 3
+    assert list(tokens.lines[0].get_xdata()) == [10, 20] and tokens.get_xscale() == "log"
+    assert [line.get_linestyle() for line in temperatures.lines] == ["--", "-"]
+    assert list(temperatures.lines[0].get_xdata()) == [0, 2, 4]
 
 
 def test_figures_without_runs(tmp_path):
