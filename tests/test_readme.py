@@ -198,6 +198,18 @@ def test_rooms_stay_small(room):
     assert sum(lengths.values()) <= in_all and max(lengths.values()) <= a_file, lengths
 
 
+def count_words(path: str) -> int:
+    """Without code and tables."""
+    text = re.sub(r"^```.*?^```", "", read(path), flags=re.DOTALL | re.MULTILINE)
+    return sum(len(line.split()) for line in text.splitlines() if not line.startswith("|"))
+
+
+def test_pages_stay_short():
+    pages = {*glob.glob("docs/*.md", root_dir=ROOT)} - {"docs/walkthrough.md"}
+    assert count_words("README.md") <= 700
+    assert sum(map(count_words, pages)) <= 7500
+
+
 def test_no_two_files_have_one_name():
     tracked = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
     names = [os.path.basename(path) for path in tracked if not path.endswith("__.py")]
