@@ -11,6 +11,9 @@ responses. The truth of a state is the mean reward of 256 rollouts from it. Comp
     grpo      the mean reward of the G responses to its prompt (for each of their states)
     rloo      the same without the response's own reward
 
+Most of the variance of values is the difficulty of the problem. So the explained variance is also
+given within problems, with each prompt's mean removed.
+
 Top action: five next steps are sampled from a state, at least three of them distinct. Does the
 estimator find the best? On the embedded task, the truth is compared with exact values too.
 """
@@ -81,6 +84,41 @@ def measure(truth: list[float], predicted: list[float]) -> dict[str, float]:
         "close": statistics.mean(abs(e) <= CLOSE + 1e-9 for e in errors),
         "explained": 1 - statistics.pvariance(errors) / variance if variance else float("nan"),
     }
+
+
+def within_problems(states: list[dict], estimator: str) -> float:
+    """Explained variance with the mean of each prompt's states removed, from truth and prediction
+    alike. Most of a value's variance is the problem's difficulty; credit is what is left. 0 for
+    GRPO, which gives all states of a prompt one value; NaN where no prompt has two truths."""
+    squares = [0.0, 0.0]  # of the truths, of the errors
+    for of_prompt in group_by_prompt(states):
+        truths = [state["truth"] for state in of_prompt]
+        errors = [state["truth"] - state[estimator] for state in of_prompt]
+        for i, numbers in enumerate((truths, errors)):
+            squares[i] += statistics.pvariance(numbers) * len(numbers)
+    return 1 - squares[1] / squares[0] if squares[0] else float("nan")
+
+
+def ceilings(states: list[dict], rollouts: int) -> tuple[float, float]:
+    """The explained variance that exact values would have, over all states and within problems: a
+    truth is the mean of `rollouts` rollouts, and has a variance of its own (unbiased estimate)."""
+    found = []
+    for groups in ([states], group_by_prompt(states)):
+        squares = noise = 0.0
+        for group in groups:
+            truths = [state["truth"] for state in group]
+            squares += statistics.pvariance(truths) * len(truths)
+            of_truths = sum(t * (1 - t) / (rollouts - 1) for t in truths)
+            noise += of_truths * (1 - 1 / len(truths))  # a mean takes some of it with it
+        found.append(1 - noise / squares if squares else float("nan"))
+    return found[0], found[1]
+
+
+def group_by_prompt(states: list[dict]) -> list[list[dict]]:
+    groups: dict[str, list[dict]] = {}
+    for state in states:
+        groups.setdefault(state["prompt"], []).append(state)
+    return [*groups.values()]
 
 
 def error_by_position(states: list[dict], estimator: str) -> list[float]:
@@ -302,11 +340,14 @@ def describe(name: str, states: list[dict], actions: list[list[dict]], truth: in
         if estimator in states[0]:
             of = measure([s["truth"] for s in states], [s[estimator] for s in states])
             line = f"  {estimator:8} MAE {of['mae']:.3f}, within 0.05 {of['close']:.0%}, "
-            line += f"explained variance {of['explained']:.2f}"
+            line += f"explained variance {of['explained']:.2f}, "
+            line += f"within problems {within_problems(states, estimator):.2f}"
             share, chance, decided = rank_actions(actions, estimator, truth)
             if decided:
                 line += f", top action {share:.0%} (chance {chance:.0%}, {decided} states)"
             lines.append(line)
+    overall, within = ceilings(states, truth)
+    lines.append(f"  exact values would have {overall:.2f} and {within:.2f}: truths are noisy too")
     scores = z_scores(states, truth)
     if len(scores) > 1:
         known = [s for s in states if s.get("exact") is not None]

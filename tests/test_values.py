@@ -36,6 +36,31 @@ def test_measures_of_a_constructed_case():
     assert math.isnan(values.measure([1.0, 1.0], [0.0, 1.0])["explained"])
 
 
+def test_within_problems_the_difficulty_does_not_count():
+    rows = [("a", 0.9, 0.8), ("a", 0.7, 0.6), ("b", 0.1, 0.1), ("b", 0.3, 0.1), ("c", 0.5, 0.9)]
+    states = [{"prompt": p, "truth": t, "guess": g, "flat": ord(p)} for p, t, g in rows]
+    # a: the error is .1 twice, so none within; b: 0 and .2, mean .1, squares .02; truths .04
+    assert values.within_problems(states, "guess") == pytest.approx(1 - 0.02 / 0.04)
+    assert values.within_problems(states, "truth") == 1
+    assert values.within_problems(states, "flat") == pytest.approx(0)  # as GRPO's are
+    assert math.isnan(values.within_problems(states[-1:], "guess"))
+
+
+def test_ceilings_are_what_exact_values_get():
+    draw, rollouts = random.Random(0), 20
+    states = []
+    for prompt in range(4000):
+        for _ in range(3):
+            exact = min(1.0, prompt / 4000 + draw.random() / 4)
+            right = sum(draw.random() < exact for _ in range(rollouts))
+            states.append({"prompt": prompt, "truth": right / rollouts, "exact": exact})
+    overall, within = values.ceilings(states, rollouts)
+    truths, exact = ([s[name] for s in states] for name in ("truth", "exact"))
+    assert overall == pytest.approx(values.measure(truths, exact)["explained"], abs=0.01)
+    assert within == pytest.approx(values.within_problems(states, "exact"), abs=0.03)
+    assert within < 0.6 < 0.9 < overall
+
+
 def test_error_by_position():
     states = [
         {"truth": 1.0, "ppo": 0.5, "step": 0, "steps": 3},
