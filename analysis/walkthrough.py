@@ -310,9 +310,9 @@ def fill_page(f: SimpleNamespace, command: str) -> str:
         ]
         return table(["rollout", "how it goes on", "reward"], rows)
 
-    behind, value_behind = "Behind it the response has ended, with R = 0.", "R = 0"
+    behind, value_behind = "After it the response has ended, with R = 0.", "R = 0"
     if worst + 1 < count:
-        behind = f"From the state behind it:\n\n{list_rollouts(worst + 1)}"
+        behind = f"From the state after it:\n\n{list_rollouts(worst + 1)}"
         value_behind = f"V(s{worst + 1}) = {f.values[worst + 1]:.2f}"
 
     def moved(token: dict) -> float:
