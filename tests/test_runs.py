@@ -47,6 +47,10 @@ def test_a_run_leaves_what_it_should(finished, sft_model):
         "4 prompts x 4 responses = 16 episodes = 2 minibatches x 2 epochs = 4 optimizer steps"
         in (result.stdout)
     )
+    # its names are explained once; what is no terminal gets whole lines, and no bar
+    for name in ("reward", "undecided", "pass@1", "sampler gap"):
+        assert result.stdout.count(f"\n  {name}: ") == 1
+    assert "\r" not in result.stdout + result.stderr and "it/s" not in result.stderr
     for line in lines:
         assert 0 < line["policy/sampler_gap"] < 1e-4
         assert 0 < line["policy/grad_norm"] < 100 and line["policy/skipped"] == 0
