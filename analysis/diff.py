@@ -29,6 +29,7 @@ TEMPLATE = os.path.join(os.path.dirname(__file__), "diff.html")
 NAMES = [path.removesuffix(".py") for path in (SOURCE, *COPIES, *OTHERS)]
 SECTIONS = {"1", "2", "3", "4", "5", "6.6", "6.8", "7"}  # of each script
 CHEAP = "experiments/vineppo_cheap"
+UNSURE, TREE = "experiments/vineppo_unsure", "experiments/vineppo_tree"
 SFT_LOSS = "L = - mean_y mean_t log π(y_t | y_{<t})"
 VALUE_LOSS = "L_V = ½ mean_t max( (V_t - G_t)^2, (clip(V_t) - G_t)^2 )"
 CRITIC = "V_t = critic(prompt, first t tokens of the response)"
@@ -44,6 +45,8 @@ NOTES = {
         "K, smoothing",
         "The number of rollouts, which states get them, and how their noise is averaged.",
     ),
+    (UNSURE, "2 tail"): ("K", "Rollouts from each state, and which tokens end a step."),
+    (TREE, "2 tail"): ("K", "The number of rollouts from each state."),
     ("vineppo", "3"): (
         "A(i) = V(s_{i+1}) - V(s_i)",
         "Every token of reasoning step i gets the change in value over the step (paper, Eq. 6).",
@@ -66,6 +69,14 @@ NOTES = {
         "A(i) = Σ_j smoothing^{|i-j|} (V(s_{j+1}) - V(s_j))",
         "A step also gets a share of the changes in value over its neighbours.",
     ),
+    (UNSURE, "3"): (
+        "A(i) = V(s_{i+1}) - V(s_i)",
+        "Steps end after tokens that were sampled with a low probability, not at line ends.",
+    ),
+    (TREE, "3"): (
+        "A = R - mean(siblings)\nweight of step j = 1 / (1 + K (j + 1))",
+        "Rollouts are compared with all else that went on from their state, and trained on.",
+    ),
     ("restem", "3"): ("", "The walk ends where accuracy does not rise (paper, App. C.5)."),
     ("dpo_pos", "3"): ("", "A pair is a right and a wrong response to one prompt."),
     ("sft", "3"): ("", "The targets: solutions, with EOS, behind their prompts."),
@@ -73,6 +84,7 @@ NOTES = {
         "L = - min(ρ A, clip(ρ, 1 ± ε) A) + kl_coef · KL(policy, SFT checkpoint)",
         "ρ is a token's new probability divided by its old one (paper, App. A, Eq. 8 to 10).",
     ),
+    (TREE, "4"): ("", "A response and its rollouts are one row, in which each prefix stands once."),
     ("restem", "4"): (SFT_LOSS, "The loss on right responses (Eq. 19, with the mean over tokens)."),
     ("dpo_pos", "4"): (
         "L = - mean log σ(β z),  z = d(y_w) - d(y_l) - λ max(0, - d(y_w))\n"
@@ -112,6 +124,14 @@ NOTES = {
     (CHEAP, "6.5"): (
         "V(s_0) = (Σ_k R(rollout_k) + rewards of the other G - 1) / (K + G - 1)",
         "The equation is that of --reuse-responses; two more flags choose states for rollouts.",
+    ),
+    (UNSURE, "6.5"): (
+        "V(s) = 1/K Σ_k R(rollout_k)",
+        "As in vineppo, from the states after unsure tokens.",
+    ),
+    (TREE, "6.5"): (
+        "row = response + K rollouts from each of its states",
+        "The rollouts become part of the batch, with advantages of their own.",
     ),
     ("restem", "6.5"): ("", "The SFT checkpoint is loaded again, with a new optimizer."),
     ("", "6.6"): ("", "Log-probs of the reference model, then the gradient steps."),

@@ -12,8 +12,11 @@ import textwrap
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOURCE = "vineppo.py"
 COPIES = ["ppo.py", "grpo.py", "rloo.py", "experiments/vineppo_cheap.py"]
+COPIES += ["experiments/vineppo_unsure.py", "experiments/vineppo_tree.py"]
 # The sections that make a script what it is; those with a letter are PPO's critic.
 OWN = {"0", "2 tail", "3", "5b", "6.5", "6.6b"}
+# What a fork has of its own beside them: sections, and passages of shared ones.
+MORE = {"experiments/vineppo_tree.py": ({"1"}, ["log-probs"])}
 LEARNING_RATE = re.compile(r"^    learning_rate: float = .*$", re.MULTILINE)  # each its own best
 # What stands in the other three as well, indented as it may be: (first line, last line).
 PASSAGES = {
@@ -49,12 +52,17 @@ def read_sections(text: str) -> dict[str, str]:
     return sections
 
 
-def synced(text: str, source: str) -> str:
-    """`text` with every shared section as it stands in `source`, the learning rate apart."""
+def synced(text: str, source: str, script: str) -> str:
+    """The text of `script` with every shared section as it stands in `source`, the learning rate
+    apart."""
+    sections, passages = MORE.get(script, (set(), []))
+    for name in passages:
+        start, end = find_passage(source, name)
+        source = source[:start] + text[slice(*find_passage(text, name))] + source[end:]
     own, shared = read_sections(text), read_sections(source)
     rate = LEARNING_RATE.search(own["2"])[0]
     shared["2"] = LEARNING_RATE.sub(rate, shared["2"])
-    return "".join(own[name] if name in OWN else shared[name] for name in own)
+    return "".join(own[name] if name in OWN | sections else shared[name] for name in own)
 
 
 def find_passage(text: str, name: str) -> tuple[int, int]:
@@ -122,7 +130,7 @@ def main() -> None:
             print(f"{name}: brought in line")
 
     for name in COPIES:
-        renew(name, synced(read_file(name), source))
+        renew(name, synced(read_file(name), source, name))
     for name, passages in OTHERS.items():
         renew(name, synced_passages(read_file(name), source, passages))
     renew("README.md", with_differences(read_file("README.md")))

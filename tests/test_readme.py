@@ -166,6 +166,7 @@ def test_there_are_commands_to_test():
     assert len(list(commands())) > 15
 
 
+FORKS = [f"experiments.vineppo_{name}" for name in ("cheap", "unsure", "tree")]
 SCRIPTS = ["vineppo", "ppo", "grpo", "rloo", "restem", "dpo_pos", "sft", "evaluate"]
 
 
@@ -173,7 +174,7 @@ def read(path: str) -> str:
     return pathlib.Path(ROOT, path).read_text()
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "experiments.vineppo_cheap"])
+@pytest.mark.parametrize("script", [*SCRIPTS, *FORKS])
 def test_every_flag_is_used(script):
     """A script's own in the script, what it inherits (and what engines need) in common/."""
     text = read(f"{script.replace('.', '/')}.py").split("def main(args")[1]
