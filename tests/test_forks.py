@@ -11,6 +11,7 @@ import vineppo
 from common import steps
 from common.batches import Batch
 from experiments import trees, vineppo_tree, vineppo_unsure
+from tests.conftest import SMALL, call, read_jsonl
 from tests.test_steps import enumerate_policy, float64, make_tokenizer, random_tree  # noqa: F401
 
 
@@ -165,3 +166,17 @@ def test_rows_without_branches_are_those_of_the_parent(model):
     ours = vineppo_tree.compute_logprobs(model, *batch.take([0, 1]), temperature=1.0)
     theirs = vineppo.compute_logprobs(model, *batch.take([0, 1]), temperature=1.0)
     assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["unsure", "tree"])
+def test_a_fork_runs(name, sft_model, tmp_path):
+    options = [*SMALL, "--num-iterations", "2", "--model", sft_model, "--temperature", "1.0"]
+    options += ["--output-dir", str(tmp_path / "run")]
+    call("-m", f"experiments.vineppo_{name}", *options, ranks=2)
+    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert len(lines) == 2
+    for line in lines:
+        assert line["policy/sampler_gap"] < 1e-4 and 0 < line["policy/grad_norm"] < 100
+        assert abs(line["policy/ratio"] - 1) < 0.05 and line["policy/skipped"] == 0
+        assert line["tokens/rollouts"] > line["tokens/sample"]
