@@ -492,10 +492,10 @@ def write_between(path: str, start: str, end: str, text: str, title: str = "") -
     around them stays. A new page gets a title."""
     page = title + text
     if os.path.exists(path):
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             before, _, rest = file.read().partition(start)
         page = before + text + rest.partition(f"{end}\n")[2]
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(page)
 
 

@@ -30,6 +30,7 @@ NAMES = [path.removesuffix(".py") for path in (SOURCE, *COPIES, *OTHERS)]
 SECTIONS = {"1", "2", "3", "4", "5", "6.6", "6.8", "7"}  # of each script
 CHEAP = "experiments/vineppo_cheap"
 UNSURE, TREE = "experiments/vineppo_unsure", "experiments/vineppo_tree"
+OURS = {"vineppo", "ppo", "grpo", "rloo", "restem", "dpo_pos", "sft", CHEAP, UNSURE, TREE}
 SFT_LOSS = "L = - mean_y mean_t log π(y_t | y_{<t})"
 VALUE_LOSS = "L_V = ½ mean_t max( (V_t - G_t)^2, (clip(V_t) - G_t)^2 )"
 CRITIC = "V_t = critic(prompt, first t tokens of the response)"
@@ -156,7 +157,8 @@ def align(one: str, other: str) -> list[tuple[str, list]]:
     """[(section, blocks)]. A block is (i, j, n): n lines that are the same, from i and from j on;
     or a list of rows that differ: (i, j, marks in i, marks in j), where -1 is no line."""
     ours, theirs = read_lines(one), read_lines(other)
-    sections = read_sections(read_file("ppo.py"))  # it has all that there are
+    names = [*read_sections(read_file("ppo.py")), *(name for name, _ in ours + theirs)]
+    sections = sorted({*names}, key=lambda name: (name == "7", names.index(name)))
     blocks: dict[str, list] = {section: [] for section in sections}
     matcher = difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
     for kind, i1, i2, j1, j2 in matcher.get_opcodes():
@@ -226,6 +228,7 @@ def make_page(first: str, second: str) -> str:
     names = [*dict.fromkeys([*NAMES, first, second])]  # they may be copies of a reader's own
     data = {
         "first": [first, second],
+        "ours": sorted(OURS),  # the notes are about these
         "lines": {name: [line for _, line in read_lines(name)] for name in names},
         "pairs": {f"{a} {b}": align(a, b) for a, b in itertools.product(names, repeat=2)},
         "notes": {" ".join(key): [as_html(eq), sentence] for key, (eq, sentence) in NOTES.items()},

@@ -393,7 +393,8 @@ def set_up(args: Args, model: str) -> tuple[Prober, list[data.Problem], list[lis
 def main(args: Args) -> None:
     require(bool(args.run) != bool(args.model), "give either --run or --model")
     flags.check(args)
-    require(min(args.num_states, args.truth) > 0, "--num-states and --truth must be at least 1")
+    require(args.num_states > 0, f"--num-states {args.num_states}: must be at least 1")
+    require(args.truth > 1, f"--truth {args.truth}: must be at least 2")
     checkpoints = {"checkpoint": (args.model, args.output)}
     if args.run:
         args, found, _ = read_run(args.run, args)

@@ -27,6 +27,7 @@ import vineppo
 from analysis import idea, values
 from analysis.credit import visible
 from analysis.curves import read_metrics
+from analysis.exact import read_digits
 from common import require, run, sampling, steps
 from common.batches import Batch
 from tasks.chain import apply_operation
@@ -107,10 +108,11 @@ def choose(walk: SimpleNamespace) -> tuple[int, int]:
     for row, (reward, measured) in enumerate(zip(walk.rewards, walk.step_values, strict=True)):
         group = range(row // size * size, row // size * size + size)
         right = [other for other in group if walk.rewards[other] == 1]
-        if reward == 0 and right:
-            drop = min(b - a for a, b in zip(measured, [*measured[1:], 0.0], strict=True))
+        drop = min(b - a for a, b in zip(measured, [*measured[1:], 0.0], strict=True))
+        if reward == 0 and right and drop < 0:
             found.append((drop, row, right[0]))
-    require(found, f"--seed {walk.settings.seed}: no prompt has right and wrong responses")
+    what = "no prompt has a right response and a wrong one with a step that lost"
+    require(found, f"--seed {walk.settings.seed}: {what}")
     return min(found)[1:]
 
 
@@ -121,8 +123,10 @@ def pick_gradient_step(walk: SimpleNamespace, row: int) -> tuple[int, int, list[
     for number in reversed(range(len(walk.losses))):
         arguments, _, (loss, _) = walk.losses[number]
         for place, old in enumerate(arguments[1]):
-            if torch.equal(old[:length], walk.old[row, :length]):
-                parts = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+            if torch.equal(old[:length].cpu(), walk.old[row, :length]):
+                whole = len(arguments[1]) == walk.settings.minibatch_size
+                require(whole, "a minibatch took several passes: more --micro-batch-tokens, please")
+                parts = [x.detach().cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
                 return number, place, [*parts, loss.detach()]
     raise AssertionError("a response is in no minibatch")
 
@@ -268,8 +272,9 @@ def find_chance(f: SimpleNamespace) -> str:
     """Which advantages must be noise: a right step, as long as no wrong one came before it, cannot
     make a right answer less likely."""
     found = []
+    is_chain = read_digits(f.prompt, f.texts) is not None  # its sums are those of the prompt
     for i, (text, advantage) in enumerate(zip(f.texts, f.advantages, strict=True)):
-        equation = read_equation(text)
+        equation = read_equation(text) if is_chain else None
         if not equation or equation[1] != equation[2]:
             break
         found += [str(i + 1)] if advantage < 0 else []
@@ -320,6 +325,7 @@ def fill_page(f: SimpleNamespace, command: str) -> str:
 
     of_step = [token for token in f.tokens if token["step"] == worst]
     others = [token for token in f.tokens if token["step"] != worst]
+    before = math.prod(math.exp(token["old"]) for token in of_step)
     three = [*sorted(of_step, key=moved)[-2:], max(others, key=moved)]
     loss_rows = [
         [
@@ -401,6 +407,7 @@ def fill_page(f: SimpleNamespace, command: str) -> str:
                 for i, text in enumerate(f.texts)
             ],
         ),
+        less="less" if math.prod(t["after"] for t in of_step) < before else "more",
         num_right=num_right,
         rloo=f"{f.rloo:+.2f}",
         iterations=f.iterations,

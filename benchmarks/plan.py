@@ -104,9 +104,8 @@ def read_run(args: Args) -> tuple[Setting, object]:
         require(os.path.isfile(args.run), f"{args.run}: no such recipe")
         torchrun = {"BASH_FUNC_torchrun%%": '() { printf "%s\\0" "$@"; }'}
         call = ["bash", os.path.abspath(args.run), method, *words]
-        done = subprocess.run(
-            call, cwd=ROOT, env={**os.environ, **torchrun}, capture_output=True, text=True
-        )
+        environment = {**os.environ, **torchrun, "LAUNCH": ""}  # --ranks says how many
+        done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True)
         require(done.returncode == 0, f"{args.run}: {done.stderr.strip()}")
         words = done.stdout.split("\0")[:-1]
         ranks = ranks or int(words[words.index("--nproc-per-node") + 1])

@@ -22,7 +22,7 @@ SHOWN = {  # on the console: the name there, and what it means, which is said on
     "loss/sft": ("loss", "minus the mean log-prob of a token of the solutions"),
     "eval/pass@1": ("pass@1", "share of right responses to validation problems"),
     "eval/loss": ("eval loss", "the loss on validation problems"),
-    "adv/undecided": ("undecided", "share of states with right and wrong rollouts"),
+    "adv/undecided": ("undecided", "share of states or groups with right and wrong outcomes"),
     "policy/grad_norm": ("grad norm", "length of the gradient before it is clipped"),
     "dpo/chosen_logratio": ("chosen", "log-prob of right responses, less the reference's"),
     "dpo/rejected_logratio": ("rejected", "that of wrong responses"),

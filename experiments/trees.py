@@ -9,13 +9,15 @@ index in the row, prompt included; -1 on padding.
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from common import require
 from common.batches import Batch
 
 
 def make_batch(
     prompts: list[list[int]], branches: list[list[tuple]], max_tokens: int, device: torch.device
 ) -> Batch:
-    """B prompts and their trees; prompt_lens is (B, L), `before`."""
+    """B prompts and their trees; prompt_lens is (B, L), `before`. Raises UsageError for a tree of
+    more than `max_tokens` tokens: attention takes the square of that."""
     rows, befores = [], []
     for prompt, of_row in zip(prompts, branches, strict=True):
         ids, before = [], [0, *range(len(prompt) - 1)]
@@ -27,6 +29,9 @@ def make_batch(
             ids += branch[start:]
         rows.append(ids)
         befores.append(torch.tensor(before))
+    most = max(map(len, befores))
+    what = f"a response and its rollouts have {most} tokens, --micro-batch-tokens is {max_tokens}"
+    require(most <= max_tokens, f"{what}: raise it (memory grows with its square), or lower --k")
     batch = Batch(prompts, rows, max_tokens, device)
     batch.prompt_lens = pad_sequence(befores, batch_first=True, padding_value=-1)
     return batch
@@ -47,7 +52,13 @@ def read(
 
 def attend(before: torch.Tensor, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a model needs to see each branch as if it stood alone: a mask (b, 1, L, L) in which a
-    token attends to those before it in its branch, and their number (b, L) as its position."""
+    token attends to those before it in its branch, and their number (b, L) as its position. Raises
+    UsageError for a model whose layers would need more than that."""
+    config = getattr(model, "module", model).config  # of a DeepSpeed engine
+    window = getattr(config, "sliding_window", None)
+    has_window = window and getattr(config, "use_sliding_window", True)
+    what = "this model's attention has a sliding window, or ALiBi: vineppo_tree cannot mask it"
+    require(not has_window and not getattr(config, "alibi", False), what)
     rows, length = torch.arange(len(before), device=before.device), before.shape[1]
     seen = torch.eye(length, dtype=torch.bool, device=before.device).repeat(len(before), 1, 1)
     depth = torch.zeros_like(before)
@@ -60,6 +71,7 @@ def attend(before: torch.Tensor, model: torch.nn.Module) -> dict[str, torch.Tens
     return {"attention_mask": mask[:, None], "position_ids": depth}
 
 
-def pad(rows: list[list[float]]) -> torch.Tensor:
-    """Ragged -> (B, T), 0 on padding."""
+def pad(branches: list[list[tuple]], place: int) -> torch.Tensor:
+    """(B, T), 0 on padding: what the branches of each row have at this place, one after another."""
+    rows = [[x for branch in of_row for x in branch[place]] for of_row in branches]
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)

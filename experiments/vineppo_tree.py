@@ -4,7 +4,9 @@ tree and one row of the batch, in which each prefix is computed once (experiment
     A(i) = V(s_{i+1}) - V(s_i)          for the tokens of a response's step i, as in vineppo.py
     A    = R - mean R of its siblings   for those of a rollout: all else that went on from its state
 Step j is visited once by the response and K times from each of the states 0 to j, each time with
-the policy's own probabilities. Divided by 1 + K (j + 1), all visits together are unbiased.
+the policy's own probabilities. Divided by 1 + K (j + 1), all visits together are unbiased (where a
+step ends with a line: --step-rule). The KL counts each visit, so --kl-coef weighs more than in
+vineppo.py; a tree of --micro-batch-tokens is the largest.
 After Segment Policy Optimization (arXiv 2505.23564), whose trees have other weights.
 
     python -m experiments.vineppo_tree --k 1
@@ -96,11 +98,10 @@ def compare_siblings(rewards: list[float], reward: float) -> list[float]:
     return [r - (sum(rewards) - r + reward) / len(rewards) for r in rewards]
 
 
-def weigh(start: int, ids: list, ends: list, advantages: list[float], k: int) -> list[float]:
-    """Of a branch's own tokens: the advantage, divided by how often a token's step is visited."""
+def weigh(start: int, ids: list[int], ends: list[int], k: int) -> list[float]:
+    """Of a branch's own tokens: 1 / (how often a token's step is visited)."""
     numbers = [sum(end <= t for end in ends) for t in range(start, len(ids))]
-    own = zip(advantages[start:], numbers, strict=True)
-    return [advantage / (1 + k * (step + 1)) for advantage, step in own]
+    return [1 / (1 + k * (step + 1)) for step in numbers]
 
 
 def whiten(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -270,11 +271,12 @@ def main(args: Args) -> None:
         rewards = grading.grade_all(tokenizer, episodes, answers, task.grading_rule)
         firsts = range(0, len(rewards), args.k)
         means = [sum(rewards[first : first + args.k]) / args.k for first in firsts]  # Eq. 5
-        values = dict(zip(states, means, strict=True))
-        step_values = [[values[state] for state in visited] for visited in b_states]  # (B, S)
+        of_states = iter(means)  # each response has rollouts of its own
+        step_values = [[next(of_states) for _ in visited] for visited in b_states]  # (B, S)
         advantages = compute_advantages(b_rewards, step_values, step_ends, response_mask)
-        b_branches = [  # start, ids, ends of steps, advantages: the response, then its rollouts
-            [(0, ids, ends, given[: len(ids)])]
+        # of a branch: start, ids, then of its own tokens advantages and weights; the response first
+        b_branches = [
+            [(0, ids, given[: len(ids)], weigh(0, ids, ends, args.k))]
             for ids, ends, given in zip(b_response_ids, step_ends, advantages.tolist(), strict=True)
         ]
         episode_ends = ranks.shared_map(
@@ -283,13 +285,13 @@ def main(args: Args) -> None:
         for first, row, (_, *prefix) in zip(firsts, owners, states, strict=True):
             given = compare_siblings(rewards[first : first + args.k], b_rewards[row].item())
             for i, advantage in enumerate(given, start=first):
-                of_tokens = [advantage] * len(episodes[i].ids)
-                branch = len(prefix), episodes[i].ids, episode_ends[i], of_tokens
+                weights = weigh(len(prefix), episodes[i].ids, episode_ends[i], args.k)
+                branch = len(prefix), episodes[i].ids, [advantage] * len(weights), weights
                 b_branches[row].append(branch)
         batch = trees.make_batch(b_prompt_ids, b_branches, args.micro_batch_tokens, device)
+        metrics["tokens/padding"] = batch.count_padding()
         response_mask = batch.response_mask
-        credit = [[a for branch in tree for a in weigh(*branch, args.k)] for tree in b_branches]
-        b_advantages = whiten(trees.pad(credit), response_mask)
+        b_advantages = whiten(trees.pad(b_branches, 2), response_mask) * trees.pad(b_branches, 3)
         old_logprobs = batch.map(lambda *x: compute_logprobs(policy, *x, args.temperature))
         state_values = torch.tensor(means)
         metrics["adv/value"] = state_values.mean().item()

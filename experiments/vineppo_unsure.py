@@ -71,8 +71,10 @@ class Args(flags.Training):
     """such tokens of a step; fewer: more states, and more rollouts"""
 
     def __post_init__(self) -> None:
-        flags.require(0 < self.unsure_below <= 1, "--unsure-below: must be above 0 and at most 1")
-        flags.require(self.unsure_per_step >= 1, "--unsure-per-step: must be at least 1")
+        below, number = self.unsure_below, self.unsure_per_step
+        flags.require(0 < below <= 1, f"--unsure-below {below}: must be above 0 and at most 1")
+        flags.require(number >= 1, f"--unsure-per-step {number}: must be at least 1")
+        flags.require(self.step_rule == "auto", "--step-rule: here tokens end steps, not a rule")
 
 
 # ==== 3. advantages ===============================================================================

@@ -116,7 +116,7 @@ def with_differences(text: str) -> str:
 
 
 def read_file(name: str) -> str:
-    with open(os.path.join(ROOT, name)) as file:
+    with open(os.path.join(ROOT, name), encoding="utf-8") as file:
         return file.read()
 
 
@@ -125,7 +125,7 @@ def main() -> None:
 
     def renew(name: str, after: str) -> None:
         if after != read_file(name):
-            with open(os.path.join(ROOT, name), "w") as file:
+            with open(os.path.join(ROOT, name), "w", encoding="utf-8") as file:
                 file.write(after)
             print(f"{name}: brought in line")
 

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import vineppo
-from common import steps
+from common import UsageError, steps
 from common.batches import Batch
 from experiments import trees, vineppo_tree, vineppo_unsure
 from tests.conftest import SMALL, call, read_jsonl
@@ -95,9 +95,9 @@ def test_training_on_the_rollouts_too_leaves_the_estimate_unbiased(weighted, flo
     ends_of = {ids: steps.split_steps(list(ids), tokenizer, "line") for ids in responses}
 
     def spread(start: int, ids: tuple, advantages: list[float]) -> list[float]:
-        if not weighted:
-            return advantages[start:]
-        return vineppo_tree.weigh(start, list(ids), ends_of[ids], advantages, 1)
+        weights = vineppo_tree.weigh(start, list(ids), ends_of[ids], 1)
+        given = zip(advantages[start:], weights, strict=True)
+        return [a * w for a, w in given] if weighted else advantages[start:]
 
     for ids, p in responses.items():
         own = response_advantages(ids, ends_of[ids], values, reward[ids])
@@ -120,7 +120,7 @@ def test_siblings_and_weights_by_hand():
     given = vineppo_tree.compare_siblings([1.0, 0.0, 1.0], 0.0)
     assert given == pytest.approx([2 / 3, -2 / 3, 2 / 3])
     # steps of two tokens; from the second one on: its step is visited 1 + 2 x 2 times, the next 7
-    weights = vineppo_tree.weigh(2, [0] * 6, [2, 4, 6], [1.0] * 6, 2)
+    weights = vineppo_tree.weigh(2, [0] * 6, [2, 4, 6], 2)
     assert weights == pytest.approx([1 / 5, 1 / 5, 1 / 7, 1 / 7])
 
 
@@ -159,6 +159,15 @@ def test_a_tree_is_computed_as_its_branches_alone(model):
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         model.zero_grad()
     assert torch.allclose(*gradients, atol=1e-4) and gradients[0].norm() > 1
+
+
+def test_what_a_tree_cannot_be_is_refused(model):
+    branches = [[(0, [6, 7, 8]), (1, [6, 9])]]
+    with pytest.raises(UsageError, match="have 6 tokens, --micro-batch-tokens is 5: raise it"):
+        trees.make_batch([[1, 2]], branches, 5, torch.device("cpu"))
+    model.config.sliding_window = 4
+    with pytest.raises(UsageError, match="sliding window"):
+        trees.attend(torch.zeros(1, 3, dtype=torch.long), model)
 
 
 def test_rows_without_branches_are_those_of_the_parent(model):
