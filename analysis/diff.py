@@ -30,7 +30,6 @@ NAMES = [path.removesuffix(".py") for path in (SOURCE, *COPIES, *OTHERS)]
 SECTIONS = {"1", "2", "3", "4", "5", "6.6", "6.8", "7"}  # of each script
 CHEAP = "experiments/vineppo_cheap"
 UNSURE, TREE = "experiments/vineppo_unsure", "experiments/vineppo_tree"
-OURS = {"vineppo", "ppo", "grpo", "rloo", "restem", "dpo_pos", "sft", CHEAP, UNSURE, TREE}
 SFT_LOSS = "L = - mean_y mean_t log π(y_t | y_{<t})"
 VALUE_LOSS = "L_V = ½ mean_t max( (V_t - G_t)^2, (clip(V_t) - G_t)^2 )"
 CRITIC = "V_t = critic(prompt, first t tokens of the response)"
@@ -144,6 +143,7 @@ NOTES = {
     ("restem", "6.7"): ("", "The sampler gets the weights of the chosen checkpoint."),
     ("", "6.8"): ("", "Metrics, evaluation on validation problems, checkpoints."),
 }
+OURS = {name for name, _ in NOTES if name}  # a reader's own copies have no notes
 
 
 @functools.cache
@@ -228,7 +228,7 @@ def make_page(first: str, second: str) -> str:
     names = [*dict.fromkeys([*NAMES, first, second])]  # they may be copies of a reader's own
     data = {
         "first": [first, second],
-        "ours": sorted(OURS),  # the notes are about these
+        "ours": sorted(OURS),
         "lines": {name: [line for _, line in read_lines(name)] for name in names},
         "pairs": {f"{a} {b}": align(a, b) for a, b in itertools.product(names, repeat=2)},
         "notes": {" ".join(key): [as_html(eq), sentence] for key, (eq, sentence) in NOTES.items()},

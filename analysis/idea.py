@@ -7,7 +7,7 @@ from types import SimpleNamespace
 STEP, LEFT, ROW = 120, 40, 112  # width of a step; x of the first state; y of the row of states
 STYLE = """text{font:14px sans-serif;fill:#222;text-anchor:middle}
 .step,.value{font:12px monospace}.note{font-size:13px;fill:#555;text-anchor:start}
-.note tspan{font-weight:bold}.credit{font-size:17px;font-weight:bold;fill:#777}
+.credit{font-size:17px;font-weight:bold;fill:#777}
 .line{fill:none;stroke:#999}.state{fill:#fff;stroke:#555;stroke-width:1.5}.blame{fill:#fbe6d9}
 .right,.gain{fill:#0072b2}.wrong,.loss{fill:#d55e00}
 @media(prefers-color-scheme:dark){text{fill:#e6e6e6}.note{fill:#aaa}.credit{fill:#999}

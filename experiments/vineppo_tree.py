@@ -6,7 +6,7 @@ tree and one row of the batch, in which each prefix is computed once (experiment
 Step j is visited once by the response and K times from each of the states 0 to j, each time with
 the policy's own probabilities. Divided by 1 + K (j + 1), all visits together are unbiased (where a
 step ends with a line: --step-rule). The KL counts each visit, so --kl-coef weighs more than in
-vineppo.py; a tree of --micro-batch-tokens is the largest.
+vineppo.py. A tree has at most --micro-batch-tokens tokens.
 After Segment Policy Optimization (arXiv 2505.23564), whose trees have other weights.
 
     python -m experiments.vineppo_tree --k 1
@@ -247,7 +247,7 @@ def main(args: Args) -> None:
             [(b_problem[row], *b_response_ids[row][:start]) for start in [0, *ends[:-1]]]
             for row, ends in enumerate(step_ends)
         ]
-        # They are listed along the responses, so that the engine finds most in its prefix cache.
+        # Listed along the responses: the engine finds most of each state in its prefix cache.
         states = [state for visited in b_states for state in visited]
         owners = [row for row, visited in enumerate(b_states) for _ in visited]
 
