@@ -25,6 +25,7 @@ import ppo
 import rloo
 import vineppo
 from analysis import idea, values
+from analysis.compare import table
 from analysis.credit import visible
 from analysis.curves import read_metrics
 from analysis.exact import read_digits
@@ -289,11 +290,6 @@ def find_chance(f: SimpleNamespace) -> str:
     return f"{which}{' and '.join(found)}{what} chance. "
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def code(text: str) -> str:
     return f"`{visible(text)}`"
 
@@ -315,7 +311,7 @@ def fill_page(f: SimpleNamespace, command: str) -> str:
         ]
         return table(["rollout", "how it goes on", "reward"], rows)
 
-    behind, value_behind = "After it the response has ended, with R = 0.", "R = 0"
+    behind, value_behind = "After it the response has ended, with R = 0.\n", "R = 0"
     if worst + 1 < count:
         behind = f"From the state after it:\n\n{list_rollouts(worst + 1)}"
         value_behind = f"V(s{worst + 1}) = {f.values[worst + 1]:.2f}"
