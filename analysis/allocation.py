@@ -2,7 +2,6 @@
 embedded task. No training, some minutes; docs/credit.md has the tables and the verdicts.
 
     python -m analysis.allocation --model runs/sft/hf
-    python -m analysis.allocation --model runs/bare/sft/hf  without filler words
 
 A rule gets the responses of an iteration with all draws from each of their states. It returns a
 value for each state, and how many tokens the draws took that it used. Which draws a rule may see
@@ -213,8 +212,10 @@ def main(
     temperature: float = 0.6,
     seed: int = 1,
 ) -> None:
-    sizes = batches, num_prompts, group_size, exact_episodes, 9
-    study = make_study(model, *sizes, temperature, seed)
+    args = vineppo.Args(model=model, dtype="float32", gpu_memory_utilization=0.4)
+    args.num_prompts, args.group_size, args.k = num_prompts, group_size, 9
+    args.temperature, args.seed = temperature, seed
+    study = make_study(args, batches, exact_episodes)
     size = num_prompts * group_size
     cosines: dict[Key, list[float]] = {key: [] for key in [*RULES, EXACT]}
     tokens = dict.fromkeys(RULES, 0)

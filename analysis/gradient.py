@@ -24,11 +24,9 @@ import grpo
 import ppo
 import rloo
 import vineppo
-from analysis.exact import OPS, exact_values, read_digits, read_prompt
+from analysis.exact import DIGITS, OPS, exact_values, read_digits, read_prompt
 from common import data, engines, grading, ranks, require, sampling, steps
 from common.batches import Batch
-
-MAX_RESPONSE_LEN = 80
 
 
 class Episode(NamedTuple):
@@ -37,13 +35,15 @@ class Episode(NamedTuple):
     ids: list[int]
     reward: float
     ends: list[int]  # of its steps
+    logprobs: list[float]  # as sampled
     digits: list[int] | None  # running digit in which each step starts; None: not a proper chain
 
 
 def sample_episodes(sampler, tokenizer, problems, group_size, temperature, seed) -> list[Episode]:
     prompts = tokenizer([problem.prompt for problem in problems]).input_ids
-    limits = [MAX_RESPONSE_LEN] * len(prompts)
-    groups = sampler.generate(prompts, group_size, limits, temperature, (seed, "responses"))
+    limits = [sampler.args.max_response_len] * len(prompts)
+    seeds = seed, "responses"
+    groups = sampler.generate(prompts, group_size, limits, temperature, seeds, logprobs=True)
     episodes = []
     for problem, prompt_ids, group in zip(problems, prompts, groups, strict=True):
         rewards = grading.grade_all(tokenizer, group, [problem.answer] * group_size, "####")
@@ -51,7 +51,8 @@ def sample_episodes(sampler, tokenizer, problems, group_size, temperature, seed)
             ends = steps.split_steps(sample.ids, tokenizer, "line")
             texts = steps.step_texts(sample.ids, ends, tokenizer)
             digits = read_digits(problem.prompt, texts)
-            episodes.append(Episode(problem, prompt_ids, sample.ids, reward, ends, digits))
+            known = reward, ends, sample.logprobs, digits
+            episodes.append(Episode(problem, prompt_ids, sample.ids, *known))
     return episodes
 
 
@@ -64,8 +65,8 @@ def pad(episodes: list[Episode], device) -> list[torch.Tensor]:
 def result_probabilities(
     policy, tokenizer, episodes: list[Episode], temperature: float
 ) -> Iterator[tuple[list[tuple[Episode, int]], torch.Tensor]]:
-    """64 episodes at a time: (episode, line) and (lines, 10) P(result), with its graph."""
-    tens = tokenizer.convert_tokens_to_ids(list("0123456789"))
+    """64 episodes at a time: (episode, line) and (lines, 11) P(result), with its graph."""
+    tens = tokenizer.convert_tokens_to_ids(list(DIGITS))
     equals = tokenizer.convert_tokens_to_ids("=")
     for first in tqdm(range(0, len(episodes), 64), desc="exact"):
         some = [episode for episode in episodes[first : first + 64] if episode.digits]
@@ -84,9 +85,9 @@ def result_probabilities(
 
 @torch.no_grad()
 def fact_table(policy, tokenizer, episodes: list[Episode], temperature: float) -> torch.Tensor:
-    """(2, 10, 10, 10) P(result | operation, digit, operand), mean over the lines of the episodes;
+    """(2, 11, 10, 11) P(result | operation, digit, operand), mean over the lines of the episodes;
     0 for a fact that none of them uses."""
-    sums, counts = torch.zeros(2, 10, 10, 10), torch.zeros(2, 10, 10, 1)
+    sums, counts = torch.zeros(2, len(DIGITS), 10, len(DIGITS)), torch.zeros(2, len(DIGITS), 10, 1)
     for lines, results in result_probabilities(policy, tokenizer, episodes, temperature):
         for (episode, line), result in zip(lines, results.cpu(), strict=True):
             op, operand = read_prompt(episode.problem.prompt)[1][line]
@@ -106,34 +107,60 @@ class Draw(NamedTuple):
     ids: list[int]
 
 
+def roll_out(
+    sampler,
+    tokenizer,
+    episodes: list[Episode],
+    ends: list[list[int]],
+    k: int,
+    temperature: float,
+    seed: tuple[int | str, ...],
+) -> list[list[list[Draw]]]:
+    """For each episode, K draws from each state in which a step starts; `ends` of the steps."""
+    starts = [
+        (e, e.ids[:start]) for e, of in zip(episodes, ends, strict=True) for start in [0, *of[:-1]]
+    ]
+    groups = sampler.generate(
+        [e.prompt_ids + prefix for e, prefix in starts],
+        k,
+        [sampler.args.max_response_len - len(prefix) for _, prefix in starts],
+        temperature,
+        seed,
+        progress=True,
+    )
+    of_states = []
+    for (e, prefix), group in zip(starts, groups, strict=True):
+        whole = [rollout._replace(ids=prefix + rollout.ids) for rollout in group]
+        rewards = grading.grade_all(tokenizer, whole, [e.problem.answer] * k, "####")
+        of_states.append([Draw(x, r.ids) for x, r in zip(rewards, group, strict=True)])
+    left = iter(of_states)
+    return [[next(left) for _ in of] for of in ends]
+
+
 class Study(NamedTuple):
+    sampler: sampling.Sampler
     policy: torch.nn.Module
     tokenizer: object
     episodes: list[Episode]  # batches of num_prompts x group_size
     draws: list[list[list[Draw]]]  # of each episode, of each state in which a step starts: K
-    values: dict[str, torch.Tensor]  # prompt -> (S, 10), exact
-    exact: torch.Tensor  # the gradient, (P,)
+    table: torch.Tensor  # of facts
+    values: dict[str, torch.Tensor]  # prompt -> (S, 11), exact
+    halves: list[torch.Tensor]  # two estimates of the exact gradient of an episode, (P,) each
+    exact: torch.Tensor  # their mean
+    chains: float  # share of responses that are proper chains
     mean_reward: float
 
 
-def make_study(
-    model: str,
-    batches: int,
-    num_prompts: int,
-    group_size: int,
-    exact_episodes: int,
-    k: int,
-    temperature: float,
-    seed: int,
-) -> Study:
+def make_study(args: vineppo.Args, batches: int, exact_episodes: int) -> Study:
     """Samples all of it, and prints how far the exact values can be trusted."""
+    k, group_size, temperature, seed = args.k, args.group_size, args.temperature, args.seed
     require(batches > 1 and k > 0, f"--batches {batches}, K {k}: must be at least 2 and 1")
     # the exact gradient needs many prompts rather than many responses: those of the demonstrations
-    others = data.load_problems("chain", "sft")[:exact_episodes]
-    problems = data.load_problems("chain", "train")[: batches * num_prompts]
-    require(len(problems) == batches * num_prompts, f"--batches {batches}: too few prompts for it")
+    others = data.load_problems(args.task, "sft", args.data_dir)[:exact_episodes]
+    wanted = batches * args.num_prompts
+    problems = data.load_problems(args.task, "train", args.data_dir)[:wanted]
+    require(len(problems) == wanted, f"--batches {batches}: too few prompts for it")
     _, _, device = ranks.set_up()
-    args = vineppo.Args(model=model, dtype="float32", gpu_memory_utilization=0.4)
     tokenizer = engines.load_tokenizer(args)
     sampler = sampling.Sampler(args, tokenizer)
     policy = engines.load_model(args, tokenizer).to(device)
@@ -143,43 +170,29 @@ def make_study(
 
     # the table of facts, then the exact gradient, by halves
     table = fact_table(policy, tokenizer, others, temperature)
-    values = {prompt: exact_values(prompt, table) for prompt in values_of}  # (S, 10) each
+    values = {prompt: exact_values(prompt, table) for prompt in values_of}  # (S, 11) each
     halves = []
     for half in (others[: len(others) // 2], others[len(others) // 2 :]):
         for lines, results in result_probabilities(policy, tokenizer, half, temperature):
-            after = [values[episode.problem.prompt][line + 1] for episode, line in lines]  # (10,)
+            after = [values[episode.problem.prompt][line + 1] for episode, line in lines]  # (11,)
             (results * torch.stack(after).to(results)).sum().backward()
-        halves.append(flat_gradient(policy))
+        halves.append(flat_gradient(policy) / len(half))
 
-    # K rollouts from each state of each episode
-    starts = [(e, start) for e in episodes for start in [0, *e.ends[:-1]]]
-    prefixes = [e.ids[:start] for e, start in starts]
-    groups = sampler.generate(
-        [e.prompt_ids + prefix for (e, _), prefix in zip(starts, prefixes, strict=True)],
-        k,
-        [MAX_RESPONSE_LEN - len(prefix) for prefix in prefixes],
-        temperature,
-        (seed, "rollouts"),
-        progress=True,
-    )
-    of_state = []
-    for (e, _), prefix, group in zip(starts, prefixes, groups, strict=True):
-        whole = [rollout._replace(ids=prefix + rollout.ids) for rollout in group]
-        rewards = grading.grade_all(tokenizer, whole, [e.problem.answer] * k, "####")
-        of_state.append([Draw(x, r.ids) for x, r in zip(rewards, group, strict=True)])
-    draws = [[of_state.pop(0) for _ in e.ends] for e in episodes]
+    ends = [e.ends for e in episodes]
+    draws = roll_out(sampler, tokenizer, episodes, ends, k, temperature, (seed, "rollouts"))
 
     mean_reward = statistics.mean(e.reward for e in others)
     chains = statistics.mean(e.digits is not None for e in others)
     start_values = [values[e.problem.prompt][0, e.digits[0]].item() for e in others if e.digits]
     agreement = torch.cosine_similarity(*halves, dim=0).item()
-    seen = (table.sum(dim=-1) > 0).sum()
+    seen = (table[:, :10].sum(dim=-1) > 0).sum()
     print(f"\nproper chains {chains:.4f}; facts seen {seen} of 160")
     print(
         f"mean exact V(prompt) {statistics.mean(start_values):.4f}, mean reward {mean_reward:.4f}"
     )
     print(f"exact gradient: cosine of its two halves {agreement:.3f}\n")
-    return Study(policy, tokenizer, episodes, draws, values, sum(halves), mean_reward)
+    engine, exact = (sampler, policy, tokenizer), (halves[0] + halves[1]) / 2
+    return Study(*engine, episodes, draws, table, values, halves, exact, chains, mean_reward)
 
 
 def known_values(study: Study, e: Episode) -> list[float]:
@@ -211,8 +224,10 @@ def main(
     """Gradients of `batches` x num_prompts x group_size episodes. The exact gradient and the table
     of facts come from exact_episodes other ones, each with a prompt of its own."""
     require(min(ks) > 0, f"--ks {ks}: each must be at least 1")
-    sizes = batches, num_prompts, group_size, exact_episodes, max(ks)
-    study = make_study(model, *sizes, temperature, seed)
+    args = vineppo.Args(model=model, dtype="float32", gpu_memory_utilization=0.4)
+    args.num_prompts, args.group_size, args.k = num_prompts, group_size, max(ks)
+    args.temperature, args.seed = temperature, seed
+    study = make_study(args, batches, exact_episodes)
     policy, episodes = study.policy, study.episodes
     equals = study.tokenizer.convert_tokens_to_ids("=")
     cosines: dict[str, list[list[float]]] = {}

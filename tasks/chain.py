@@ -8,13 +8,15 @@ import torch
 FILLERS = ["so", "now", "then", "ok", "well", "next", "here", "thus"]
 FILLERS += ["and", "we", "get", "see", "that", "gives", "just", "fine"]
 SPLITS = {"sft": 40_000, "validation": 500, "test": 500, "train": 4_000}
-OPERATIONS = 8
+LOST = "?"
 
 
 @functools.cache
-def make_splits() -> dict[str, list[tuple[str, str, str]]]:
+def make_splits(
+    operations: int = 8, weak: float = 0.5, slip: float = 0.5, words: int = 1, lost: bool = False
+) -> dict[str, list[tuple[str, str, str]]]:
     """{split: (prompt, answer, solution)s}: chains of eight additions and subtractions modulo
-    10, solved by a demonstrator who makes mistakes.
+    10, solved by a demonstrator who makes mistakes. (The embedded task has the defaults.)
 
     A prompt is `2-3+8-2+6+2-5+9-5=?` and a newline; a solution has a line for each operation,
     between two filler words that never matter, then the answer: nine reasoning steps. Half of the
@@ -22,12 +24,13 @@ def make_splits() -> dict[str, list[tuple[str, str, str]]]:
     0.5, always by that fact's own offset, and the solution continues from the wrong digit. So some
     steps make mistakes and others do not, and credit assignment has to tell which.
 
+    `lost`: a wrong result is `?`, and so are all after it. `words`: fillers on each side.
     No prompt is in two splits, and all are the same on every machine: one generator, one order.
     """
     rng = random.Random(20_240_615)
     facts = [(op, digit, operand) for op in "+-" for digit in range(10) for operand in range(2, 10)]
     rng.shuffle(facts)
-    slips = {fact: rng.choice((1, 2, 3)) for fact in facts[: len(facts) // 2]}
+    slips = {fact: rng.choice((1, 2, 3)) for fact in facts[: round(weak * len(facts))]}
 
     splits: dict[str, list[tuple[str, str, str]]] = {}
     seen: set[str] = set()
@@ -35,20 +38,20 @@ def make_splits() -> dict[str, list[tuple[str, str, str]]]:
         problems = splits[name] = []
         while len(problems) < size:
             start = rng.randrange(10)
-            operations = [(rng.choice("+-"), rng.randrange(2, 10)) for _ in range(OPERATIONS)]
-            prompt = str(start) + "".join(f"{op}{operand}" for op, operand in operations) + "=?\n"
+            chain = [(rng.choice("+-"), rng.randrange(2, 10)) for _ in range(operations)]
+            prompt = str(start) + "".join(f"{op}{operand}" for op, operand in chain) + "=?\n"
             if prompt in seen:
                 continue
             seen.add(prompt)
             truth, digit, lines = start, start, []
-            for op, operand in operations:
+            for op, operand in chain:
                 truth = apply_operation(truth, op, operand)
-                result = apply_operation(digit, op, operand)
-                if (op, digit, operand) in slips and rng.random() < 0.5:
-                    result = (result + slips[op, digit, operand]) % 10
-                lines.append(
-                    f"{rng.choice(FILLERS)} {digit}{op}{operand}={result} {rng.choice(FILLERS)}\n"
-                )
+                result = LOST if digit == LOST else apply_operation(digit, op, operand)
+                if (op, digit, operand) in slips and rng.random() < slip:
+                    result = LOST if lost else (result + slips[op, digit, operand]) % 10
+                before, after = ([rng.choice(FILLERS) for _ in range(words)] for _ in range(2))
+                line = [*before, f"{digit}{op}{operand}={result}", *after]
+                lines.append(" ".join(line) + "\n")
                 digit = result
             problems.append((prompt, str(truth), "".join(lines) + f"#### {digit}"))
     return splits

@@ -51,9 +51,11 @@ TWO_RANKS, PARITY = f"{REPLAYS} -k two_ranks_make", "tests/test_sampler.py"
 FAULTS = f"{REPLAYS} -k 'exploded or broken_numbers or trains_no_model or forgets'"
 FUNCTIONS = [MATHS, "tests/test_allocation.py"]  # what stands above `main` is tested by numbers
 EQUAL = ["tests/test_mathequal.py"]
+FORKS = [f"experiments/{name}.py" for name in ("trees", "vineppo_tree", "vineppo_unsure")]
 STAGES = {f"{name}.py": [f"second {name}", TWO_RANKS] for name in RUNS}
 STAGES |= {
     "experiments/vineppo_cheap.py": ["tests/test_allocation.py", "second vineppo_cheap"],
+    **{fork: ["tests/test_forks.py -m 'not soak'"] for fork in FORKS},
     "common/ranks.py": [MATHS, "second vineppo", TWO_RANKS, PARITY],
     "common/batches.py": [MATHS, "second vineppo", TWO_RANKS],
     "common/engines.py": [MATHS, GIVEN, FOLDER, "second vineppo", "second sft", FAULTS, PARITY],

@@ -38,6 +38,42 @@ PLANTED = [
         "(k * v + others) / (k + group_size)",
     ),
     Planted(
+        "experiments/vineppo_tree.py",
+        "a step's weight forgets the rollouts from the state before it",
+        "1 / (1 + k * (step + 1))",
+        "1 / (1 + k * step)",
+    ),
+    Planted(
+        "experiments/vineppo_tree.py",
+        "a rollout is compared with itself too",
+        "(sum(rewards) - r + reward) / len(rewards)",
+        "(sum(rewards) + reward) / (len(rewards) + 1)",
+    ),
+    Planted(
+        "experiments/trees.py",
+        "a branch goes on from the token behind its state",
+        "before += [len(prompt) + start - 1, *new[:-1]]",
+        "before += [len(prompt) + start, *new[:-1]]",
+    ),
+    Planted(
+        "experiments/trees.py",
+        "positions are those in the row, not in the branch",
+        "depth[:, t] = depth[rows, before[:, t]] + 1",
+        "depth[:, t] = t",
+    ),
+    Planted(
+        "experiments/vineppo_unsure.py",
+        "steps end before a token of which the policy was unsure: biased",
+        "ends = [t + 1 for t, logprob",
+        "ends = [t for t, logprob",
+    ),
+    Planted(
+        "experiments/vineppo_unsure.py",
+        "the limit is compared with the log-prob itself",
+        "if logprob < math.log(below)",
+        "if logprob < below",
+    ),
+    Planted(
         "vineppo.py",
         "the rollouts that value states are sampled at the evaluation temperature, so V is another policy's value",
         '            temperature=args.temperature,\n            seed=(args.seed, iteration, "rollouts"),',

@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from transformers import LlamaForCausalLM
 
 from analysis import compare, gradient
-from analysis.exact import OPS, exact_values, read_digits, read_prompt
+from analysis.exact import DIGITS, OPS, exact_values, read_digits, read_prompt
 from common import UsageError, data, steps
 from tasks import chain
 
@@ -170,16 +170,16 @@ def test_results_are_read_at_the_equals_signs():
         prompt_ids, ids = tokenizer([problem.prompt, problem.solution]).input_ids
         ends = steps.split_steps(ids, tokenizer, "line")
         digits = read_digits(problem.prompt, steps.step_texts(ids, ends, tokenizer))
-        episodes.append(gradient.Episode(problem, prompt_ids, ids, 0.0, ends, digits))
+        episodes.append(gradient.Episode(problem, prompt_ids, ids, 0.0, ends, [], digits))
     ((lines, results),) = gradient.result_probabilities(model, tokenizer, episodes, 0.6)
-    assert len(lines) == 3 * 8 and results.shape == (24, 10)
+    assert len(lines) == 3 * 8 and results.shape == (24, len(DIGITS))
     for (episode, line), result in zip(lines, results, strict=True):
         sequence = torch.tensor([episode.prompt_ids + episode.ids])
         tokens = tokenizer.convert_ids_to_tokens(sequence[0].tolist())
         place = [i for i, token in enumerate(tokens) if token == "="][line + 1]  # one in the prompt
         assert tokens[place + 1] == str(episode.digits[line + 1])
         logits = model(sequence).logits[0, place] / 0.6
-        ids = tokenizer.convert_tokens_to_ids(list("0123456789"))
+        ids = tokenizer.convert_tokens_to_ids(list(DIGITS))
         torch.testing.assert_close(result, torch.softmax(logits, dim=-1)[ids])
 
 

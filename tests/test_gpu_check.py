@@ -50,6 +50,7 @@ def test_a_machine_without_a_gpu_gets_one_line(tmp_path):
     assert done.stdout.startswith("gpu-check: no GPU here") and done.stdout.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_on_a_gpu_its_tests_are_found():
     words = ["-m", "pytest", "-q", "--collect-only", "-m", "gpu", "tests/gpu/check.py"]
     found = call(*words).stdout
@@ -88,6 +89,7 @@ def test_a_gpu_that_pytorch_cannot_use_is_an_error(nvidia_smi, monkeypatch):
         machine.check_that_there_is_none()
 
 
+@pytest.mark.slow
 def test_more_ranks_than_gpus_is_an_error():
     code = "import torch; from common import ranks; torch.cuda.is_available = lambda: True\n"
     code += "torch.cuda.device_count = lambda: 2; ranks.set_up()"

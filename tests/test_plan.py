@@ -131,6 +131,7 @@ def test_a_recipe_s_flags_are_read():
     assert os.path.basename(s.model) == "deepseekmath7b" and not s.critic
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["vineppo", "ppo", "grpo", "rloo"])
 @pytest.mark.parametrize("recipe", sorted(glob.glob("recipes/*_*.sh", root_dir=ROOT)))
 def test_every_recipe_fits_its_gpus_with_room_to_spare(recipe, method, capsys):

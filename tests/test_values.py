@@ -365,7 +365,7 @@ def test_token_values_change_behind_a_result(tabular):
     digits = read_digits(problem.prompt, texts)
     exact = exact_values(problem.prompt, table)
     equals = prober.tokenizer.convert_tokens_to_ids("=")
-    episode = gradient.Episode(problem, [], ids, 0.0, ends, digits)
+    episode = gradient.Episode(problem, [], ids, 0.0, ends, [], digits)
     found = critic.token_values(episode, exact, equals)
     for t in range(len(ids)):
         results = len(re.findall(r"=\d", prober.tokenizer.decode(ids[:t])))

@@ -1,0 +1,262 @@
+"""The map of when VinePPO pays: problems of its settings, what a response should be worth, what it
+is worth, and the order in which everything is made."""
+
+import itertools
+import json
+import os
+import re
+
+import pytest
+import torch
+
+from analysis import predict, when, worth
+from analysis.exact import DIGITS, OPS, exact_values, read_digits, read_prompt
+from common import UsageError, data
+from recipes import chains
+from tasks import chain
+
+
+def test_chains_with_the_defaults_are_the_embedded_task(tmp_path):
+    (tmp_path / "new.tmp").mkdir()  # of one that was killed
+    (tmp_path / "new.tmp/sft.jsonl").write_text("half")
+    chains.main(str(tmp_path / "new"))
+    with pytest.raises(UsageError, match="exists already"):
+        chains.main(str(tmp_path / "new"))
+    with pytest.raises(UsageError, match="--operations 3: must be at least 4"):
+        chains.main(str(tmp_path / "short"), operations=3)
+    assert os.listdir(tmp_path) == ["new"]
+    for split in chain.SPLITS:
+        with open(tmp_path / f"new/{split}.jsonl") as file:
+            ours = [data.Problem(**json.loads(line)) for line in file]
+        assert ours == data.load_problems("chain", split)
+    found = data.load_problems("jsonl", "test", str(tmp_path / "new"))
+    assert found == data.load_problems("chain", "test")
+
+
+@pytest.mark.parametrize(
+    "task", [{"operations": 5}, {"weak": 0.25}, {"slip": 0.2, "words": 3}, {"lost": True}]
+)
+def test_chains_are_as_wanted(task):
+    wanted = {"operations": 8, "weak": 0.5, "slip": 0.5, "words": 1, "lost": False} | task
+    wrong, used = {}, {}
+    for prompt, answer, solution in chain.make_splits(**task)["sft"][:6000]:
+        digit, operations = read_prompt(prompt)
+        lines = solution.splitlines(keepends=True)
+        digits = read_digits(prompt, lines)
+        assert len(operations) == wanted["operations"] == len(lines) - 1
+        for (op, operand), line, now, then in zip(
+            operations, lines, digits[:-1], digits[1:], strict=False
+        ):
+            assert len(re.findall("[a-z]+", line)) == 2 * wanted["words"]
+            digit = chain.apply_operation(digit, op, operand)
+            if now == DIGITS.index(chain.LOST):
+                assert then == now
+                continue
+            right = chain.apply_operation(now, op, operand)
+            used[op, now, operand] = used.get((op, now, operand), 0) + 1
+            wrong[op, now, operand] = wrong.get((op, now, operand), 0) + (then != right)
+            assert then == right or (then == 10) == wanted["lost"]
+        assert answer == str(digit)
+        assert lines[-1] == f"#### {DIGITS[digits[-1]]}"
+    rates = [wrong[fact] / used[fact] for fact in used if wrong[fact]]
+    assert len(rates) == round(160 * wanted["weak"])
+    assert abs(sum(rates) / len(rates) - wanted["slip"]) < 0.02
+
+
+# ---- what it should be worth ---------------------------------------------------------------------
+
+
+def test_noise_is_that_of_all_outcomes():
+    """Of two operations: each outcome with its chance, one rollout at both ends of a step."""
+    table = torch.rand(2, 11, 10, 11, generator=torch.Generator().manual_seed(3)) ** 4
+    table /= table.sum(dim=-1, keepdim=True)
+    problems = [(prompt, answer, "") for prompt, answer in (("3+4-2=?\n", "5"), ("7-7+9=?\n", "9"))]
+    expected = dict.fromkeys([("results", 0), ("results", 1), ("words", 0), ("words", 1)], 0.0)
+    expected["words", -1] = expected["results", -1] = 0.0
+    reward = 0.0
+    for prompt, *_ in problems:
+        digit, operations = read_prompt(prompt)
+        values = exact_values(prompt, table)
+        for results in itertools.product(range(11), repeat=2):
+            digits, chance = [digit, *results], 0.5
+            of = [
+                table[OPS.index(op), now, operand]
+                for (op, operand), now in zip(operations, digits, strict=False)
+            ]
+            for p, result in zip(of, results, strict=True):
+                chance *= p[result].item()
+            at = [values[i, d].item() for i, d in enumerate(digits)]
+            reward += chance * at[-1]
+            for i, p in enumerate(of):
+                score = (torch.nn.functional.one_hot(torch.tensor(results[i]), 11) - p).square()
+                # one rollout from both ends of the step: both right, one of them, none
+                (a, b), square = at[i : i + 2], (at[i + 1] - at[i]) ** 2
+                drawn = a * (1 - b) + b * (1 - a)
+                # RLOO: this reward less the mean of seven others
+                of_others = (at[-1] - at[0]) ** 2 + at[0] * (1 - at[0]) / 7
+                for kind, mass in (("results", score.sum().item()), ("words", 1.0)):
+                    expected[kind, 0] += chance * mass * square
+                    expected[kind, 1] += chance * mass * drawn
+                    expected[kind, -1] += chance * mass * of_others
+    found, mean = predict.simulate(problems * 1500, table)
+    assert abs(mean - reward) < 0.01
+    for key, noise in expected.items():
+        assert abs(found[key] / noise - 1) < 0.05, key
+    weights = {"results": 2.0, "words": 0.5}
+    rloo, exact, one = (2 * found["results", i] + found["words", i] / 2 for i in (-1, 0, 1))
+    assert predict.predict(found, 0, weights) == pytest.approx(rloo / exact)
+    expected_noise = exact + (one - exact) / 4
+    assert predict.predict(found, 4, weights) == pytest.approx(rloo / expected_noise)
+
+
+def test_where_no_token_matters_and_values_change_evenly_the_closed_form_holds():
+    """The outcome becomes known in one of S steps, each as likely as another."""
+    p, steps, group = 0.3, 9, 8
+    for k in (1, 3, 9):
+        noise = 0.0  # of all steps
+        for known, right in itertools.product(range(steps), (0, 1)):
+            chance = (p if right else 1 - p) / steps
+            at = [p] * (known + 1) + [right] * (steps - known)
+            for a, b in itertools.pairwise(at):
+                noise += chance * ((b - a) ** 2 + (a * (1 - a) + b * (1 - b)) / k)
+        rloo = p * (1 - p) * group / (group - 1) * steps
+        assert predict.closed_form(k, steps, group) == pytest.approx(rloo / noise)
+
+
+def test_the_closed_form():
+    assert predict.closed_form(9, 9, 8) == pytest.approx(8 / 7 * 4.5)
+    assert predict.closed_form(1e12, 9, 1e12) == pytest.approx(9)
+    assert predict.closed_form(3, 1e12, 1e12) == pytest.approx(3)
+
+
+def test_the_demonstrators_table_is_sharpened():
+    problems = chain.make_splits(slip=0.25)["sft"][:8000]
+    table = predict.demonstrators_table(problems, 0.6)
+    assert torch.allclose(table.sum(dim=-1)[:, :10, 2:], torch.ones(2, 10, 8))
+    seconds = table.topk(2, dim=-1).values[..., 1]
+    weak = seconds[seconds > 0.01]
+    p = 0.25 ** (1 / 0.6)
+    assert len(weak) == 80 and abs(weak.mean() - p / (p + 0.75 ** (1 / 0.6))) < 0.02
+
+
+# ---- what it is worth ----------------------------------------------------------------------------
+
+
+def draw(mean: torch.Tensor, noise: float, groups: int, seed: int, unbiased: bool = True) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    found = mean + noise * torch.randn(groups, len(mean), generator=generator)
+    blocks = found.view(worth.BLOCKS, -1, len(mean))
+    counts = torch.full((worth.BLOCKS,), float(groups // worth.BLOCKS))
+    squares = blocks.square().sum(dim=(1, 2))
+    return {"sums": blocks.sum(1), "squares": squares, "counts": counts, "unbiased": unbiased}
+
+
+def test_worth_is_the_ratio_of_variances():
+    exact = torch.ones(50)
+    rloo, ours = draw(exact, 3.0, 4000, 0), draw(exact, 2.0, 4000, 1)
+    left = list(range(worth.BLOCKS))
+    known = {key: rloo[key] for key in ("sums", "squares", "counts")}
+    assert abs(worth.variance(**known) / (9 * 50) - 1) < 0.02
+    assert abs(worth.slope(rloo["sums"], rloo["counts"], exact, 50.0) - 1) < 0.02
+    assert abs(worth.worth(ours, rloo, left, exact, 50.0) - 9 / 4) < 0.05
+    value, error = worth.jackknife(
+        lambda left: worth.worth(ours, rloo, left, exact, 50.0), worth.BLOCKS
+    )
+    assert 0.005 < error < 0.018 and abs(value - 9 / 4) < 4 * error  # it is 0.010
+
+
+def test_worth_of_a_biased_estimator_is_that_of_equal_cosine():
+    exact = torch.zeros(50)
+    exact[0] = 1.0
+    off = exact.clone() * 2  # twice as long, and as much aside: its cosine is at most 0.71
+    off[1] = 2.0
+    rloo, ours = draw(exact, 1.0, 8000, 0), draw(off, 1.0, 8000, 1, unbiased=False)
+    left = list(range(worth.BLOCKS))
+    size = 8000 / worth.BLOCKS
+    cosine2 = 4 / (8 + 50 / size)
+    expected = 50 / (1 / cosine2 - 1) / size
+    assert abs(worth.worth(ours, rloo, left, exact, 1.0) / expected - 1) < 0.05
+
+
+# ---- the map -------------------------------------------------------------------------------------
+
+
+def test_at_its_limit_the_price_is_what_it_is_worth():
+    for value, tokens in ((2.1, 38.0), (1.6, 7.4), (6.0, 146.0)):
+        price = when.price_limit(value, tokens)
+        assert when.cost(tokens, price) == pytest.approx(value)
+        assert when.cost(tokens, 0.9 * price) < value < when.cost(tokens, 1.1 * price)
+    assert when.price_limit(0.8, 9) == 0 and when.price_limit(9.1, 9) == float("inf")
+
+
+def make_report(seed: int = 0) -> dict:
+    """As analysis/worth.py writes it: noise 2 + 3 / K, RLOO's 7."""
+    noise = {"RLOO": 7.0, "exact values": 2.0, "VinePPO, K = 1": 5.0, "VinePPO, K = 3": 3.0}
+    tokens = {"VinePPO, K = 1": 5.0, "VinePPO, K = 3": 13.0}
+    of = {}
+    for name in (*noise, *when.OTHERS):
+        of[name] = {"worth": 7 / noise.get(name, 7) + 0.01 * seed, "tokens": tokens.get(name, 1.0)}
+    for name in list(noise)[1:]:
+        of[name]["expected"] = of[name]["worth"] + 0.5
+    return {"reward": 0.3, "chains": 1.0, "steps": 9.0, "estimators": of}
+
+
+def test_other_ks_follow_from_those_that_were_measured():
+    report = make_report()
+    for k in (1, 3, 9, 20):
+        assert when.worth_at(report, k) == pytest.approx(7 / (2 + 3 / k))
+        assert when.tokens_at(report, k) == pytest.approx(1 + 4 * k)
+    assert when.worth_at(report, 0) == pytest.approx(7 / 2)
+    limits = [(7 / (2 + 3 / k) - 1) / (1 + 4 * k - 7 / (2 + 3 / k)) for k in range(1, 21)]
+    assert when.best_limit(report) == pytest.approx(max(limits))
+
+
+def test_the_papers_price():
+    """Put back into seconds: PPO trains two models, VinePPO one and samples n times as much."""
+    for ppo, vineppo in ((80, 380), (312, 583)):
+        price = when.papers_price(ppo, vineppo, k=9, steps=9.8)
+        training = ppo / (2 + price)
+        tokens = 1 + 9 * (10.8 / 2) - 9 * 7 / 8
+        assert training * (1 + price * tokens) == pytest.approx(vineppo)
+
+
+def test_tables_and_figures_from_reports(tmp_path):
+    found = {name: [make_report(0), make_report(1)] for name in when.SETTINGS if name != when.BASE}
+    before = {name: dict.fromkeys(when.KS, 2.5) for name in found}
+    text = when.make_tables(found, before)
+    rows = [line for line in text.splitlines() if line.startswith("| 8 operations |")]
+    first, second = (row.split(" | ") for row in rows)
+    after = sum(when.worth_at(report, 3, "expected") for report in found["center"]) / 2
+    assert first[1:4] == ["0.30", f"2.5, {after:.1f}", "2.34 ± 0.07"]
+    assert first[6] == "13.0" and second[1] == "1.00 ± 0.06 for 1.0"
+    when.draw_lengths(found, before, str(tmp_path))
+    when.draw_settings(found, before, str(tmp_path))
+    assert {*os.listdir(tmp_path)} == {"when.png", "when_settings.png"}
+
+
+def test_a_checkpoint_is_made_after_the_one_that_it_starts_from(tmp_path, monkeypatch):
+    order = []
+
+    def pretend(ready, jobs, bar):
+        for command in ready.values():
+            order.append(command)
+            (path,) = [
+                path
+                for name in when.SETTINGS
+                for path, other in when.commands(name, 1, str(tmp_path))
+                if other == command
+            ]
+            if "sft.py" in command:
+                model = command[command.index("--model") + 1]
+                done = model.removesuffix("/hf") + "/finished"
+                assert model.endswith("problems/new") or os.path.exists(done), command
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w") as file:
+                json.dump({}, file)
+
+    monkeypatch.setattr(when, "run_all", pretend)
+    when.make(list(when.SETTINGS), (1,), str(tmp_path), 2)
+    assert len(order) == 3 * len(when.SETTINGS) - 1
+    order.clear()
+    when.make(list(when.SETTINGS), (1,), str(tmp_path), 2)
+    assert not order
