@@ -1,5 +1,6 @@
 """Checkpoints that survive a crash: renamed only when complete, and checked when loaded."""
 
+import contextlib
 import functools
 import glob
 import hashlib
@@ -67,7 +68,8 @@ class Checkpoints:
         UsageError where all are damaged, or where it is from a run with other settings."""
         done = self.find_whole()
         for name, engine in trained.items() if done else ():
-            path, _ = engine.load_checkpoint(self.path(done), tag=name)
+            with contextlib.chdir(self.path(done)):  # else "[" in it is a pattern to DeepSpeed
+                path, _ = engine.load_checkpoint(".", tag=name)
             require(path, f"{self.path(done)} has no state of {name!r}")
         return done
 
@@ -90,8 +92,7 @@ class Checkpoints:
             what = ", ".join(damage) if manifest else "manifest.json"
             ranks.say(f"WARNING: checkpoint {iteration} is damaged ({what:.200}): skipped")
         else:
-            where = self.folder
-            require(not found, f"{where}: all its checkpoints are damaged; start a new run")
+            require(not found, f"{self.folder}: all checkpoints are damaged; start a new run")
             return 0
         saved = ranks.from_main(functools.partial(read_json, f"{path}/settings.json"))
         differing = compare_settings(saved, self.settings)
@@ -140,7 +141,6 @@ class Checkpoints:
         digests = digest_files(aside)
         if ranks.is_main():
             write_json(os.path.join(aside, "manifest.json"), digests)
-        dist.barrier()
 
     def tidy_up(self, scores: dict[int, float]) -> None:
         """Points the links hf and best at the newest checkpoint and at that of the highest of

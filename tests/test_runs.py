@@ -146,8 +146,9 @@ def test_episodes_are_readable_and_their_credit_adds_up(finished):
 
 
 def test_terminated_then_killed_then_damaged_it_resumes_bit_for_bit(finished, sft_model, tmp_path):
-    """SIGTERM in the first iteration, kill -9 in the third, whose checkpoint is then cut off."""
-    whole, folder = finished[0], tmp_path / "run"
+    """SIGTERM in the first iteration, kill -9 in the third, whose checkpoint is then cut off. In a
+    folder whose name DeepSpeed would take for a pattern."""
+    whole, folder = finished[0], tmp_path / "the run [1]"
     arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
     status, output = end_at("SIGTERM grade 1", arguments)
     assert status == 143 and "SIGTERM: checkpoint 1 is written; continue with --resume" in output
@@ -262,7 +263,7 @@ def test_a_damaged_checkpoint_is_passed_by(checkpoints, damage, name, capsys):
     for iteration in (2, 4):
         damage(checkpoints.path(iteration))
     for _ in range(2):  # the second time too: it does not begin again in silence
-        with pytest.raises(UsageError, match="all its checkpoints are damaged; start a new"):
+        with pytest.raises(UsageError, match="all checkpoints are damaged; start a new"):
             checkpoints.find_whole()
 
 
