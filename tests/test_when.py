@@ -1,6 +1,7 @@
 """The map of when VinePPO pays: problems of its settings, what a response should be worth, what it
 is worth, and the order in which everything is made."""
 
+import importlib
 import itertools
 import json
 import os
@@ -9,9 +10,9 @@ import re
 import pytest
 import torch
 
-from analysis import predict, when, worth
+from analysis import corners, predict, when, worth
 from analysis.exact import DIGITS, OPS, exact_values, read_digits, read_prompt
-from common import UsageError, data
+from common import UsageError, data, flags
 from recipes import chains
 from tasks import chain
 
@@ -260,3 +261,43 @@ def test_a_checkpoint_is_made_after_the_one_that_it_starts_from(tmp_path, monkey
     order.clear()
     when.make(list(when.SETTINGS), (1,), str(tmp_path), 2)
     assert not order
+
+
+def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
+    """Budgets of 1, 2.5 and 6 times the responses; the best of each grid is run on other seeds."""
+    commands, last = [], {"time/rollouts": 6.0, "tokens/rollouts": 500.0, "time/sample": 1.0}
+    last |= {"time/logprobs": 1.0, "time/update": 2.0, "tokens/sample": 100.0}
+
+    def pretend(ready, jobs, bar):
+        for command in ready.values():
+            commands.append(command)
+            of = dict(zip(command[1::2], command[2::2], strict=True))
+            os.makedirs(of["--output-dir"])
+            # best: the middle rate, and many prompts
+            right = 0.5 - 1e3 * abs(float(of["--learning-rate"]) - 1.2e-4)
+            right += 0.01 * int(of["--num-prompts"]) + 0.001 * int(of["--seed"])
+            with open(f"{of['--output-dir']}/metrics.jsonl", "w") as file:
+                file.write(json.dumps({**last, "iteration": 1, "eval/pass@1": right}))
+            open(f"{of['--output-dir']}/finished", "w").close()
+
+    monkeypatch.setattr(corners, "run_all", pretend)
+    folder, page = str(tmp_path / "runs"), tmp_path / "when.md"
+    options = {"folder": folder, "output": str(page), "seeds": (2, 4)}
+    corners.main(settings=("center",), checkpoints="made", **options)
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if " ± 0" in line]
+    assert [row[1] for row in rows[:2]] == ["VinePPO, K = 3", "GRPO, equal responses"]
+    sizes = {row[1]: (row[2], row[3], row[4]) for row in rows}
+    assert sizes["VinePPO, K = 3"] == ("20 x 64", "0.00012", "1.0")
+    assert sizes["GRPO, equal responses"] == ("5 x 256", "0.00012", "1.0")
+    assert sizes["RLOO, equal seconds"] == ("13 x 256", "0.00012", "2.5")  # rather more
+    assert sizes["GRPO, equal tokens"] == ("30 x 256", "0.00012", "6.0")
+    assert rows[1][5].startswith("0.823 ± ")
+    assert "| 8 operations | RLOO | 120 x 64 | 0.521 | 0.581 | 0.461 |" in page.read_text()
+    for command in commands:  # each can be given to its script
+        script = importlib.import_module(command[0].removesuffix(".py"))
+        monkeypatch.setattr("sys.argv", command)
+        args = flags.parse(script.Args)
+        flags.check(args, args.num_prompts * args.group_size)
+    commands.clear()
+    corners.main(settings=("center",), checkpoints="made", **options)
+    assert not commands  # all of it is there

@@ -1,0 +1,151 @@
+"""Does the map hold in training? VinePPO against GRPO and RLOO with as many responses, sampled
+tokens or seconds as VinePPO took, from the map's checkpoints.
+
+    python -m analysis.when --seeds 1 --settings steps4 center steps16       makes the checkpoints
+    python -m analysis.corners                     the runs that are missing (hours), docs/when.md
+
+VinePPO runs with K = 3 and its defaults, at the best rate of RATES. GRPO and RLOO get, for each
+budget, the best rate and the best number of prompts of an iteration (PROMPTS): more prompts of
+fewer iterations, or fewer of more. All is chosen on seed 1; the table has the seeds behind it.
+"""
+
+import math
+import os
+from typing import NamedTuple
+
+import tyro
+from tqdm import tqdm
+
+from analysis.compare import (
+    NAMES,
+    describe_machine,
+    drop_engine_states,
+    interval,
+    run_all,
+    table,
+    write_between,
+)
+from analysis.curves import read_metrics
+from analysis.when import SETTINGS
+
+START, END = "<!-- corners -->", "<!-- end of corners -->"
+RATES = (6e-5, 1.2e-4, 2.4e-4)
+PROMPTS = (8, 32)
+ITERATIONS, GROUP = 20, 8  # of VinePPO: 20 iterations of 8 x 8 responses
+EVALUATION = ["--eval-problems", "250", "--eval-rounds", "4", "--keep-checkpoints", "1"]
+
+
+class Run(NamedTuple):
+    setting: str
+    method: str
+    num_prompts: int
+    iterations: int
+    rate: float
+    seed: int
+
+    def folder(self, where: str) -> str:
+        size = f"{self.num_prompts}x{self.iterations}"
+        return f"{where}/{self.setting}-{self.method}-{size}-lr{self.rate:g}-seed{self.seed}"
+
+    def command(self, where: str, checkpoints: str) -> list[str]:
+        made, folder = f"{checkpoints}/{self.setting}-seed1", self.folder(where)
+        response, whole = map(str, SETTINGS[self.setting].lengths())
+        flags = ["--task", "jsonl", "--data-dir", f"{made}/problems", "--model", f"{made}/sft/hf"]
+        flags += ["--max-response-len", response, "--max-model-len", whole, *EVALUATION]
+        flags += ["--num-prompts", str(self.num_prompts), "--seed", str(self.seed)]
+        flags += ["--num-iterations", str(self.iterations), "--learning-rate", f"{self.rate:g}"]
+        flags += ["--minibatch-size", str(2 * self.num_prompts)]  # four minibatches, as VinePPO has
+        flags += ["--eval-every", str(self.iterations), "--save-every", str(self.iterations)]
+        flags += ["--k", "3"] if self.method == "vineppo" else []
+        resume = "auto" if os.path.exists(f"{folder}/args.json") else "no"
+        return [f"{self.method}.py", *flags, "--output-dir", folder, "--resume", resume]
+
+
+def train(runs: list[Run], where: str, checkpoints: str, jobs: int, bar: tqdm) -> None:
+    left = [run for run in runs if not os.path.exists(f"{run.folder(where)}/finished")]
+    run_all({f"{r.folder(where)}.log": r.command(where, checkpoints) for r in left}, jobs, bar)
+    drop_engine_states({run: run.folder(where) for run in runs})
+
+
+def score(run: Run, where: str) -> float:
+    """Its last pass@1 on validation problems."""
+    return [x["eval/pass@1"] for x in read_metrics(run.folder(where)) if "eval/pass@1" in x][-1]
+
+
+def measure_cost(folder: str) -> dict[str, float]:
+    """What a VinePPO response costs, in those of the same run without its rollouts."""
+    total = {}
+    for line in read_metrics(folder):
+        for name in ("time/sample", "time/rollouts", "time/logprobs", "time/update"):
+            total[name] = total.get(name, 0.0) + line[name]
+        for name in ("tokens/sample", "tokens/rollouts"):
+            total[name] = total.get(name, 0.0) + line[name]
+    without = total["time/sample"] + total["time/logprobs"] + total["time/update"]
+    return {
+        "responses": 1.0,
+        "seconds": 1 + total["time/rollouts"] / without,
+        "tokens": 1 + total["tokens/rollouts"] / total["tokens/sample"],
+    }
+
+
+def main(
+    settings: tuple[str, ...] = ("steps4", "center", "steps16"),
+    seeds: tuple[int, ...] = (2, 3, 4, 5, 6),
+    folder: str = "runs/corners",
+    checkpoints: str = "runs/when",
+    output: str = "docs/when.md",
+    jobs: int = min(2, os.cpu_count() or 1),
+) -> None:
+    os.makedirs(folder, exist_ok=True)
+    bar = tqdm(unit="run", smoothing=0)
+
+    def pick(runs: list[Run]) -> Run:
+        train(runs, folder, checkpoints, jobs, bar)
+        return max(runs, key=lambda run: score(run, folder))
+
+    rows, tuning = [], []
+    for setting in settings:
+        tried = [Run(setting, "vineppo", 8, ITERATIONS, rate, 1) for rate in RATES]
+        chosen = {("vineppo", "responses"): pick(tried)}
+        cost = measure_cost(chosen["vineppo", "responses"].folder(folder))
+        for method in ("grpo", "rloo"):
+            for budget, times in cost.items():
+                options = [
+                    Run(setting, method, p, math.ceil(8 * ITERATIONS * times / p), rate, 1)
+                    for p in PROMPTS
+                    for rate in RATES
+                ]
+                chosen[method, budget] = pick(options)
+                tried += options
+        finals = {k: [run._replace(seed=seed) for seed in seeds] for k, run in chosen.items()}
+        train([run for runs in finals.values() for run in runs], folder, checkpoints, jobs, bar)
+        for (method, budget), runs in finals.items():
+            scores = [score(run, folder) for run in runs]
+            size = f"{runs[0].iterations} x {runs[0].num_prompts * GROUP}"
+            label = f"{NAMES[method]}, equal {budget}" if method != "vineppo" else "VinePPO, K = 3"
+            cells = [SETTINGS[setting].label, label, size, f"{runs[0].rate:.2g}"]
+            rows.append([*cells, f"{cost[budget]:.1f}", interval(scores)])
+        for run in dict.fromkeys(run._replace(rate=RATES[0]) for run in tried):
+            of_rate = [f"{score(run._replace(rate=rate), folder):.3f}" for rate in RATES]
+            size = f"{run.iterations} x {run.num_prompts * GROUP}"
+            tuning.append([SETTINGS[setting].label, NAMES[run.method], size, *of_rate])
+    bar.close()
+    first = ["setting", "method", "iterations x responses"]
+    header = [*first, "learning rate", "times the responses"]
+    grid = [*first, *(f"{rate:.2g}" for rate in RATES)]
+    text = f"""{START}
+Written by `python -m analysis.corners`. {describe_machine()}; seeds
+{", ".join(map(str, seeds))}: mean ± half of a 95 % interval (Student's t) of the last pass@1 on 250
+validation problems, 4 responses each.
+
+{table([*header, "pass@1"], rows)}
+How they were chosen: pass@1 by learning rate, seed 1.
+
+{table(grid, tuning)}{END}
+"""
+    write_between(output, START, END, text, "# When does VinePPO pay?\n\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
