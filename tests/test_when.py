@@ -6,13 +6,15 @@ import itertools
 import json
 import os
 import re
+import statistics
 
 import pytest
 import torch
 
-from analysis import corners, predict, when, worth
+from analysis import corners, gradient, predict, when, worth
 from analysis.exact import DIGITS, OPS, exact_values, read_digits, read_prompt
-from common import UsageError, data, flags
+from common import UsageError, data, flags, steps
+from experiments import trees, vineppo_tree
 from recipes import chains
 from tasks import chain
 
@@ -166,6 +168,12 @@ def test_worth_is_the_ratio_of_variances():
     assert 0.005 < error < 0.018 and abs(value - 9 / 4) < 4 * error  # it is 0.010
 
 
+def test_the_jackknife_of_a_mean_is_its_standard_error():
+    values = [1.0, 2.0, 4.0, 8.0]
+    found = worth.jackknife(lambda left: sum(values[i] for i in left) / len(left), 4)
+    assert found == pytest.approx((3.75, statistics.stdev(values) / 2))
+
+
 def test_worth_of_a_biased_estimator_is_that_of_equal_cosine():
     exact = torch.zeros(50)
     exact[0] = 1.0
@@ -256,7 +264,7 @@ def test_a_checkpoint_is_made_after_the_one_that_it_starts_from(tmp_path, monkey
                 json.dump({}, file)
 
     monkeypatch.setattr(when, "run_all", pretend)
-    when.make(list(when.SETTINGS), (1,), str(tmp_path), 2)
+    when.make(list(reversed(when.SETTINGS)), (1,), str(tmp_path), 2)
     assert len(order) == 3 * len(when.SETTINGS) - 1
     order.clear()
     when.make(list(when.SETTINGS), (1,), str(tmp_path), 2)
@@ -301,3 +309,37 @@ def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
     commands.clear()
     corners.main(settings=("center",), checkpoints="made", **options)
     assert not commands  # all of it is there
+
+
+def test_the_tree_that_is_measured_is_the_forks():
+    """Its gradient from branches alone, and as the fork computes it, from two rows of a batch."""
+    tokenizer = chain.make_tokenizer()
+    model = chain.make_model(tokenizer, seed=0).eval()
+    problems, episodes, draws, branches = data.load_problems("chain", "test"), [], [], []
+    credit = torch.zeros(2, 80)
+    for row, problem in enumerate(problems[:2]):
+        prompt_ids, ids = tokenizer([problem.prompt, problem.solution]).input_ids
+        ends = steps.split_steps(ids, tokenizer, "line")
+        episodes.append(gradient.Episode(problem, prompt_ids, ids, 1.0 - row, ends, [], None))
+        credit[row, : len(ids)] = torch.arange(len(ids)) / 10 - row
+        given = credit[row, : len(ids)].tolist()
+        branches.append([(0, ids, given, vineppo_tree.weigh(0, ids, ends, 1))])
+        draws.append([])
+        for number, start in enumerate([0, *ends[:-1]]):
+            other = tokenizer(problems[10 + number].solution).input_ids[start : 60 - number]
+            draws[-1].append([gradient.Draw(float(number % 2), other)])
+            whole = ids[:start] + other
+            weights = vineppo_tree.weigh(
+                start, whole, steps.split_steps(whole, tokenizer, "line"), 1
+            )
+            own = [number % 2 - (1.0 - row)] * len(other)
+            branches[-1].append((start, whole, own, weights))
+    options = model, tokenizer, episodes, draws, credit, 0.6
+    found, tokens = worth.tree_gradient(*options)
+    prompts = [e.prompt_ids for e in episodes]
+    batch = trees.make_batch(prompts, branches, 10_000, torch.device("cpu"))
+    logprobs = vineppo_tree.compute_logprobs(model, *batch.take([0, 1]), temperature=0.6)
+    (logprobs * trees.pad(branches, 2) * trees.pad(branches, 3)).sum().backward()
+    expected = gradient.flat_gradient(model)
+    assert torch.allclose(found, expected, atol=1e-4) and expected.norm() > 1
+    assert tokens == batch.response_mask.sum() - sum(len(e.ids) for e in episodes)
