@@ -33,8 +33,11 @@ def check_same(one, other, script):
         for weight, gradient in ours["grads"].items():  # ZeRO 2 keeps them elsewhere
             difference = (gradient - theirs["grads"][weight]).norm()
             assert difference <= tolerance * theirs["grads"][weight].norm(), weight
+        # Adam's first step has one size for all gradients, also for those that are rounding: a row
+        # of an idle neuron may differ
         for weight, value in ours["weights"].items():
-            assert (value - theirs["weights"][weight]).abs().max() < 1e-4, weight
+            off = (value - theirs["weights"][weight]).abs() >= 1e-4
+            assert off.float().mean() < 0.005, weight
     lines = [timeless(folder / f"{script}.run/metrics.jsonl") for folder in (one, other)]
     for found, expected in zip(*lines, strict=True):
         assert found.keys() == expected.keys()
