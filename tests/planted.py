@@ -1037,8 +1037,8 @@ PLANTED = [
     Planted(
         "common/checkpoints.py",
         "a resumed run begins with an empty Adam state",
-        "path, _ = engine.load_checkpoint(".", tag=name)",
-        "path, _ = engine.load_checkpoint(".", tag=name, load_optimizer_states=False)",
+        'path, _ = engine.load_checkpoint(".", tag=name)',
+        'path, _ = engine.load_checkpoint(".", tag=name, load_optimizer_states=False)',
     ),
     Planted(
         "common/run.py",
