@@ -33,11 +33,13 @@ def check_same(one, other, script):
         for weight, gradient in ours["grads"].items():  # ZeRO 2 keeps them elsewhere
             difference = (gradient - theirs["grads"][weight]).norm()
             assert difference <= tolerance * theirs["grads"][weight].norm(), weight
-        # Adam's first step has one size for all gradients, also for those that are rounding: a row
-        # of an idle neuron may differ
         for weight, value in ours["weights"].items():
-            off = (value - theirs["weights"][weight]).abs() >= 1e-4
-            assert off.float().mean() < 0.005, weight
+            difference = (value - theirs["weights"][weight]).abs()
+            assert difference.max() < 1e-3, weight  # the learning rate
+            # Adam's first step has one size for all gradients, also where they are rounding alone
+            gradient = theirs["grads"].get(weight, torch.ones(1)).abs()
+            is_rounding = gradient < 1e-4 * gradient.square().mean().sqrt()
+            assert difference.masked_fill(is_rounding, 0).max() < 1e-4, weight
     lines = [timeless(folder / f"{script}.run/metrics.jsonl") for folder in (one, other)]
     for found, expected in zip(*lines, strict=True):
         assert found.keys() == expected.keys()
