@@ -43,6 +43,9 @@ class Run(NamedTuple):
     rate: float
     seed: int
 
+    def size(self) -> str:
+        return f"{self.iterations} x {self.num_prompts * GROUP}"
+
     def folder(self, where: str) -> str:
         size = f"{self.num_prompts}x{self.iterations}"
         return f"{where}/{self.setting}-{self.method}-{size}-lr{self.rate:g}-seed{self.seed}"
@@ -74,12 +77,10 @@ def score(run: Run, where: str) -> float:
 
 def measure_cost(folder: str) -> dict[str, float]:
     """What a VinePPO response costs, in those of the same run without its rollouts."""
-    total = {}
-    for line in read_metrics(folder):
-        for name in ("time/sample", "time/rollouts", "time/logprobs", "time/update"):
-            total[name] = total.get(name, 0.0) + line[name]
-        for name in ("tokens/sample", "tokens/rollouts"):
-            total[name] = total.get(name, 0.0) + line[name]
+    names = "time/sample", "time/rollouts", "time/logprobs", "time/update"
+    names += "tokens/sample", "tokens/rollouts"
+    lines = list(read_metrics(folder))
+    total = {name: sum(line[name] for line in lines) for name in names}
     without = total["time/sample"] + total["time/logprobs"] + total["time/update"]
     return {
         "responses": 1.0,
@@ -121,14 +122,12 @@ def main(
         train([run for runs in finals.values() for run in runs], folder, checkpoints, jobs, bar)
         for (method, budget), runs in finals.items():
             scores = [score(run, folder) for run in runs]
-            size = f"{runs[0].iterations} x {runs[0].num_prompts * GROUP}"
             label = f"{NAMES[method]}, equal {budget}" if method != "vineppo" else "VinePPO, K = 3"
-            cells = [SETTINGS[setting].label, label, size, f"{runs[0].rate:.2g}"]
+            cells = [SETTINGS[setting].label, label, runs[0].size(), f"{runs[0].rate:.2g}"]
             rows.append([*cells, f"{cost[budget]:.1f}", interval(scores)])
         for run in dict.fromkeys(run._replace(rate=RATES[0]) for run in tried):
             of_rate = [f"{score(run._replace(rate=rate), folder):.3f}" for rate in RATES]
-            size = f"{run.iterations} x {run.num_prompts * GROUP}"
-            tuning.append([SETTINGS[setting].label, NAMES[run.method], size, *of_rate])
+            tuning.append([SETTINGS[setting].label, NAMES[run.method], run.size(), *of_rate])
     bar.close()
     first = ["setting", "method", "iterations x responses"]
     header = [*first, "learning rate", "times the responses"]

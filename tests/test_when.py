@@ -17,6 +17,7 @@ from common import UsageError, data, flags, steps
 from experiments import trees, vineppo_tree
 from recipes import chains
 from tasks import chain
+from tests.conftest import ROOT
 
 
 def test_chains_with_the_defaults_are_the_embedded_task(tmp_path):
@@ -227,6 +228,22 @@ def test_the_papers_price():
         training = ppo / (2 + price)
         tokens = 1 + 9 * (10.8 / 2) - 9 * 7 / 8
         assert training * (1 + price * tokens) == pytest.approx(vineppo)
+
+
+def test_the_numbers_of_the_rule_are_those_of_its_formula():
+    with open(f"{ROOT}/docs/when.md") as file:
+        page = " ".join(file.read().split())
+    limits, best = [], set()
+    for steps_ in (5, 9, 17, 33):
+        of_k = []
+        for k in range(1, 40):
+            tokens = 1 + k * ((steps_ + 1) / 2 - 7 / 8)
+            of_k.append((when.price_limit(predict.closed_form(k, steps_), tokens), k))
+        limits.append(f"{max(of_k)[0]:.2f}")
+        best.add(max(of_k)[1])
+    assert "at most {} for 5 steps, {} for 9, {} for 17 and {} for 33".format(*limits) in page
+    assert "the best K, which is 4 to 7" in page and best <= {4, 5, 6, 7}
+    assert "about {:.2f} for Rho-1B and {:.2f} for 7B".format(*when.PRICES.values()) in page
 
 
 def test_tables_and_figures_from_reports(tmp_path):
