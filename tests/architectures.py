@@ -81,7 +81,7 @@ ARCHITECTURES = {  # model_type: settings beside SIZES
     "gpt_oss": LOCAL_EXPERTS,
     "mpt": {},
 }
-FEW = ("gemma2", "gpt_neox", "qwen3_moe")  # capped logits; another code of vLLM's; experts
+FEW = ("gemma2", "qwen3_moe")  # capped logits; experts
 
 
 class Result(NamedTuple):

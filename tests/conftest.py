@@ -58,6 +58,20 @@ def start_run(arguments, ranks: int, output=subprocess.PIPE, **variables) -> sub
     )
 
 
+def call_many(commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    """(exit status, stdout, stderr) of each, in forks of one process that has imported much."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.commands"],
+        input=json.dumps(commands),
+        cwd=ROOT,
+        env=quiet_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -119,17 +133,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
+SHORT_SFT = ["--num-epochs", "0.064", "--batch-size", "16", "--eval-every", "0"]  # embedded task
+
+
 @pytest.fixture(scope="session")
 def sft_model(tmp_path_factory) -> str:
-    """A third of the default SFT: enough for some rewards, in half a minute. SFT_MODEL: one that
-    was made before. Of processes that test at a time one makes it."""
+    """From a little SFT: enough for some rewards. SFT_MODEL: one that was made before. Of processes
+    that test at a time one makes it."""
     if "SFT_MODEL" in os.environ:
         return os.environ["SFT_MODEL"]
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
     with filelock.FileLock(shared / "sft.lock"):
         if not (shared / "sft/finished").exists():
-            call("sft.py", "--num-epochs", "0.24", "--output-dir", str(shared / "sft"))
+            call("sft.py", *SHORT_SFT, "--output-dir", str(shared / "sft"))
     return str(shared / "sft/hf")
 
 

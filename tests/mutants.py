@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import psutil
 import tyro
 
-from tests.conftest import ROOT, copy_of_the_project
+from tests.conftest import ROOT, SHORT_SFT, copy_of_the_project
 from tests.planted import PLANTED, Planted
 from tests.record import RUNS
 
@@ -241,7 +241,7 @@ def make_starts(temporary: str) -> None:
     start = os.path.join(temporary, "start")
     make = f"from tests.record import make_start; make_start({start!r})"
     subprocess.check_call([sys.executable, "-c", make], cwd=ROOT)
-    sft = ["sft.py", "--num-epochs", "0.24", "--output-dir", os.path.join(start, "short_sft")]
+    sft = ["sft.py", *SHORT_SFT, "--output-dir", os.path.join(start, "short_sft")]
     subprocess.check_call([sys.executable, *sft], cwd=ROOT)
 
 

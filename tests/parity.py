@@ -20,7 +20,7 @@ from common import batches, engines, ranks, sampling
 from tasks import chain
 from vineppo import Args, compute_logprobs
 
-NUM_UPDATES = 3
+NUM_UPDATES = 2
 
 
 def main(
@@ -108,7 +108,7 @@ def main(
     for update in range(NUM_UPDATES):
         inputs = batch_of(sample(update)).take(list(range(rank, 32, dist.get_world_size())))
         # ranks with unlike work: the first one's head runs in more chunks
-        inputs = [tensor.repeat_interleave(9 if rank == 0 else 1, dim=0) for tensor in inputs]
+        inputs = [tensor.repeat_interleave(4 if rank == 0 else 1, dim=0) for tensor in inputs]
         weights = torch.randn(inputs[-1].shape, generator=generator)
         loss = (compute_logprobs(engine, *inputs, temperature=0.7) * weights).mean()
         engine.set_gradient_accumulation_boundary(True)

@@ -131,7 +131,7 @@ def make_start(folder: str) -> None:
     tokenizer.save_pretrained(init)
     options = ["--task", "jsonl", "--data-dir", problems, "--model", init, "--eval-every", "0"]
     options += ["--output-dir", os.path.join(folder, "model"), "--max-model-len", "48"]
-    call("sft.py", *options, "--num-epochs", "5")
+    call("sft.py", *options, "--num-epochs", "2", "--batch-size", "16")
 
 
 ASKED = ("n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed")

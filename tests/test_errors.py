@@ -5,7 +5,6 @@ in docs/errors.md, of which each row is made here. `python -m tests.test_errors`
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ import vineppo
 from common import UsageError, engines, flags, ranks
 from given import folder as given_folder
 from tasks import chain
-from tests.conftest import ROOT, call, quiet_environment
+from tests.conftest import ROOT, call, call_many
 
 PAGE = os.path.join(ROOT, "docs/errors.md")
 PROBLEM = '{"prompt": "1+1=?", "answer": "2"}\n'
@@ -231,16 +230,7 @@ def results(tmp_path_factory):
         if words[0].endswith(".py") and words[0] != "evaluate.py" and "--output-dir" not in words:
             words += ["--output-dir", f"{folder}/new"]
         commands.append(words)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.commands"],
-        input=json.dumps(commands),
-        cwd=ROOT,
-        env=quiet_environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, json.loads(done.stdout)
+    return folder, call_many(commands)
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[f"{w[-1]} {g}" for g, w, _ in ROWS])

@@ -27,7 +27,7 @@ def test_the_trainer_s_checks_hold_here(check, dtype):
     assert rows and all(row.is_as_wanted for row in rows), rows
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_whole_table_of_the_trainer():
     lines = call("-m", "tests.gpu.trainer").stdout.splitlines()
     assert sum(line.startswith("| ") for line in lines) == 21
@@ -150,7 +150,7 @@ def call_late(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_dead_rank_is_named():
     done = call_late("--dead")
     assert done.returncode != 0 and "together" not in done.stdout

@@ -60,11 +60,12 @@ def test_two_ranks_make_the_gradients_of_one(recorded, replayed, script):
     check_same(found, recorded[0] / "recorded", script)
 
 
+@pytest.mark.soak  # tests/test_sampler.py has two ranks and ZeRO 2, too
 @pytest.mark.parametrize("script", ["vineppo", "ppo"])
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [
-        pytest.param("small", 1, ["--micro-batch-tokens", "200"], marks=pytest.mark.soak),
+        ("small", 1, ["--micro-batch-tokens", "200"]),
         ("two_ranks_zero_2", 2, ["--micro-batch-tokens", "250", "--zero-stage", "2"]),
     ],
 )

@@ -20,7 +20,7 @@ from common import data, ranks
 from common import steps as steps_module
 from common.sampling import Sample
 from tasks import chain
-from tests.conftest import CHROMIUM, call, open_page
+from tests.conftest import CHROMIUM, call, call_many, open_page
 
 # ---- measures, by hand ---------------------------------------------------------------------------
 
@@ -139,6 +139,9 @@ class TabularPolicy:
         return Sample([self.vocabulary[token] for token in tokens], [], True, False)
 
 
+TRUTH = 128  # rollouts for it
+
+
 @pytest.fixture(scope="module")
 def tabular():
     """A table that is mostly right, and a prober of its policy."""
@@ -152,7 +155,7 @@ def tabular():
     table /= table.sum(dim=-1, keepdim=True)
     ranks.set_up()
     tokenizer = chain.make_tokenizer()
-    args = values.Args(num_prompts=40, num_states=250, num_actions=50)
+    args = values.Args(num_prompts=40, num_states=250, num_actions=50, truth=TRUTH)
     return table, values.Prober(args, TabularPolicy(table, tokenizer), tokenizer)
 
 
@@ -176,7 +179,7 @@ def add_exact(state, table):
 def test_ground_truth_is_that_of_dynamic_programming(probed, tabular):
     states, _ = probed
     assert {state["step"] for state in states} == set(range(9))
-    scores = values.z_scores(states, truth=256)
+    scores = values.z_scores(states, truth=TRUTH)
     assert len(scores) > 200
     assert abs(statistics.mean(scores)) < 4 / len(scores) ** 0.5
     assert 0.7 < statistics.pvariance(scores) < 1.3
@@ -187,7 +190,7 @@ def test_ground_truth_is_that_of_dynamic_programming(probed, tabular):
     wrong = [dict(state) for state in states]
     for state in wrong:
         add_exact(state, tabular[0].flip(0))
-    assert statistics.pvariance(values.z_scores(wrong, truth=256)) > 10
+    assert statistics.pvariance(values.z_scores(wrong, truth=TRUTH)) > 10
 
 
 def test_estimators_are_unbiased_where_they_should_be(probed):
@@ -220,9 +223,9 @@ def test_top_actions_are_those_of_dynamic_programming(tabular, probed):
     assert len(actions) > 40
     for options in actions:
         assert 3 <= len(options) <= 5
-    truth, chance, decided = values.rank_actions(actions, "truth", 256)
-    measured = values.rank_actions(actions, "vineppo", 256)
-    group = values.rank_actions(actions, "grpo", 256)
+    truth, chance, decided = values.rank_actions(actions, "truth", TRUTH)
+    measured = values.rank_actions(actions, "vineppo", TRUTH)
+    group = values.rank_actions(actions, "grpo", TRUTH)
     assert truth == 1 and decided > 5
     assert chance + 0.15 < measured[0] and group[0] == pytest.approx(chance)
 
@@ -291,7 +294,7 @@ def test_values_and_credit_say_what_they_miss(tmp_path):
     for name, content in (("run", settings), ("sft", {"script": "sft", "task": "chain"})):
         (tmp_path / name / "checkpoints/iteration_000001/hf").mkdir(parents=True)
         (tmp_path / name / "args.json").write_text(json.dumps(content))
-    for arguments, message in (
+    rows = (
         (["-m", "analysis.values", "--run", str(tmp_path)], "args.json: no such file"),
         (["-m", "analysis.values"], "give either --run or --model"),
         (
@@ -303,9 +306,10 @@ def test_values_and_credit_say_what_they_miss(tmp_path):
             "is a run of sft.py, which samples no groups",
         ),
         (["-m", "analysis.credit", "--run", str(tmp_path)], "is not the folder of a run"),
-    ):
-        result = call(*arguments, fails=True)
-        assert message in result.stderr and "Traceback" not in result.stderr
+    )
+    results = call_many([arguments for arguments, _ in rows])
+    for (_, message), (status, _, errors) in zip(rows, results, strict=True):
+        assert status == 1 and message in errors and "Traceback" not in errors
 
 
 def test_credit_is_that_of_the_scripts(tabular):
