@@ -105,8 +105,28 @@ def commands(name: str, seed: int, folder: str) -> list[tuple[str, list[str]]]:
     return found + [(f"{run}/worth.json", measure)] * (name != BASE)
 
 
+def check_settings(run: str, name: str) -> None:
+    """Writes down what the folder is made for. Raises UsageError if that was something else."""
+    made_for = []
+    while name:  # and what the checkpoint that it starts from is made for
+        made_for.append(SETTINGS[name])
+        name = SETTINGS[name].start
+    text, file = json.dumps(made_for), f"{run}/settings.json"
+    os.makedirs(run, exist_ok=True)
+    if not os.path.exists(file):
+        with open(file, "w") as stream:
+            stream.write(text)
+    with open(file) as stream:
+        known = stream.read()
+    require(known == text, f"{run} is of other settings (settings.json): remove it or use --folder")
+
+
 def make(names: list[str], seeds: tuple[int, ...], folder: str, jobs: int) -> None:
-    """Runs what is missing: a checkpoint after the one that it starts from."""
+    """Runs what is missing: a checkpoint after the one that it starts from. Raises UsageError if
+    SETTINGS have changed since a folder was made."""
+    for name in names:
+        for seed in seeds:
+            check_settings(f"{folder}/{name}-seed{seed}", name)
     bar = tqdm(unit="command", smoothing=0)
     waiting = {(name, seed): commands(name, seed, folder) for name in names for seed in seeds}
     while any(waiting.values()):

@@ -286,6 +286,12 @@ def test_a_checkpoint_is_made_after_the_one_that_it_starts_from(tmp_path, monkey
     order.clear()
     when.make(list(when.SETTINGS), (1,), str(tmp_path), 2)
     assert not order
+    changed = when.SETTINGS["steps16"]._replace(slip=0.3)  # steps32 starts from it
+    monkeypatch.setitem(when.SETTINGS, "steps16", changed)
+    when.make(["base", "center"], (1,), str(tmp_path), 2)
+    for name in ("steps16", "steps32"):
+        with pytest.raises(UsageError, match=f"{name}-seed1 is of other settings"):
+            when.make([name], (1,), str(tmp_path), 2)
 
 
 def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
