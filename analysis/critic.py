@@ -21,7 +21,7 @@ from tqdm import tqdm
 import ppo
 from analysis.exact import exact_values
 from analysis.gradient import Episode, fact_table, pad, sample_episodes
-from analysis.values import measure
+from analysis.values import measure, within_problems
 from common import data, engines, ranks, sampling
 
 
@@ -83,7 +83,10 @@ def main(
     def score() -> dict[str, float]:
         batches = [errors(held_out[i : i + 64]) for i in range(0, len(held_out), 64)]
         predicted, targets = (torch.cat(some).tolist() for some in zip(*batches, strict=True))
-        return measure(targets, predicted)
+        prompts = [e.problem.prompt for e, values in held_out for _ in values]
+        rows = zip(prompts, targets, predicted, strict=True)
+        states = [{"prompt": p, "truth": t, "critic": c} for p, t, c in rows]
+        return measure(targets, predicted) | {"within": within_problems(states, "critic")}
 
     curve = [(0, score())]
     steps = [
@@ -106,8 +109,8 @@ def main(
     print(
         f"critic fitted to exact values of {len(train)} responses, {epochs} times: on "
         f"{len(held_out)} others MAE {last['mae']:.3f}, within 0.05 {last['close']:.0%}, "
-        f"explained variance {last['explained']:.2f} (mean value "
-        f"{statistics.mean(v for _, values in held_out for v in values.tolist()):.3f})"
+        f"explained variance {last['explained']:.2f}, within problems {last['within']:.2f} "
+        f"(mean value {statistics.mean(v for _, values in held_out for v in values.tolist()):.3f})"
     )
     if output:
         result = {"model": model, "responses": len(train), "epochs": epochs, "curve": curve}

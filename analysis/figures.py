@@ -118,6 +118,8 @@ def summarize(found: dict[str, list], iterations: tuple[int, ...]) -> dict[str, 
                 states, actions = of_run[iteration]
                 truth, predicted = ([s[name] for s in states] for name in ("truth", estimator))
                 point = {"iteration": iteration, **values.measure(truth, predicted)}
+                point["within"] = values.within_problems(states, estimator)
+                _, point["ceiling"] = values.ceilings(states, TRUTH)
                 top, chance, point["decided"] = values.rank_actions(actions, estimator, TRUTH)
                 if point["decided"]:
                     point |= {"top": top, "chance": chance}
@@ -208,13 +210,12 @@ def write_numbers(
         return interval([curve[-1]["pass@1"] for curve in curves], form)
 
     header = ["", "mean absolute error", "within 0.05", "explained variance"]
-    names = "mae", "close", "explained"
-    rows = [
-        [NAMES[e], *(at_last(curves, name) for name in names)]
-        for e, curves in summary.items()
-        if e != "rloo"  # close to GRPO
-    ]
-    of_values = table(header, rows)
+    header += ["within problems", "exact values within"]
+    names = "mae", "close", "explained", "within", "ceiling"
+    of_values = table(
+        header,
+        [[LABELS[e], *(at_last(of, name) for name in names)] for e, of in summary.items()],
+    )
     of_k_header = ["VinePPO, `--no-share-rollouts`", "last pass@1", "thousand tokens"]
     rows = []
     for k, curves in of_k.items():
@@ -234,7 +235,8 @@ Means over seeds {", ".join(map(str, seeds))}, ± as above. Values at iteration 
 VinePPO's error on the states of PPO's runs: {at_last(elsewhere, "mae")}. Best next step found:
 {describe_actions(found, "vineppo")}, {describe_actions(found, "ppo")}. PPO's
 critic, fitted {fit["epochs"]} times to exact values of {fit["responses"]:,} responses of VinePPO's
-iteration {middle}, explains {learnt["explained"]:.0%} of their variance on other prompts.
+iteration {middle}, explains {learnt["explained"]:.0%} of their variance on other prompts,
+{learnt["within"]:.0%} within problems.
 
 {table(of_k_header, rows)}
 Last pass@1 at temperatures {", ".join(f"{t:g}" for t in TEMPERATURES)}: {"; ".join(temperatures)}.

@@ -1,5 +1,6 @@
 """Exact values against chains that are played out; the comparison's readings of a run."""
 
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,8 @@ import torch
 from matplotlib import pyplot as plt
 from transformers import LlamaForCausalLM
 
-from analysis import compare, gradient
+import ppo
+from analysis import best_critic, compare, gradient
 from analysis.exact import DIGITS, OPS, exact_values, read_digits, read_prompt
 from common import UsageError, data, steps
 from tasks import chain
@@ -296,3 +298,49 @@ def test_a_failing_run_is_named_and_stops_the_rest(tmp_path):
     with pytest.raises(UsageError, match=r"failed: .*/1\.log says why"):
         compare.run_all(commands, 1, bar)
     assert not os.path.exists(tmp_path / "40.log")
+
+
+def test_the_best_critic_is_chosen_on_one_seed_and_shown_on_others(tmp_path, monkeypatch):
+    """The best: a rate of 0.003 with 8 epochs, and with a policy that stays as it is, 0.01."""
+    trained, page = [], tmp_path / "results.md"
+
+    def pretend_train(wanted, folder, jobs, bar):
+        trained.extend(wanted)
+        return {key: str(tmp_path / "-".join(map(str, key))) for key in wanted}
+
+    def pretend_run_all(commands, jobs, bar):
+        for command in commands.values():
+            path = command[command.index("--run") + 1]
+            os.makedirs(f"{path}/values")
+            is_frozen = "-1e-12-" in path
+            rate = path.split("critic-learning-rate-")[1].split("-")[0]
+            good = rate == ("0.01" if is_frozen else "0.003") and "update-epochs-8" in path
+            # of two prompts, four states each: it knows all of the values within, or half
+            share, states = 1.0 if good else 0.5, []
+            for prompt, truth in itertools.product("ab", (0.2, 0.4, 0.6, 0.8)):
+                guess = 0.5 + share * (truth - 0.5)
+                states.append({"prompt": prompt, "truth": truth, "ppo": guess})
+            with open(f"{path}/values/iteration.json", "w") as file:
+                json.dump({"states": states}, file)
+
+    monkeypatch.setattr(best_critic, "train", pretend_train)
+    monkeypatch.setattr(best_critic, "run_all", pretend_run_all)
+    best_critic.main((2, 3), folder=str(tmp_path / "critic"), output=str(page))
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| p")]
+    shown = [(row[0], row[1], row[2], row[3], row[5]) for row in rows[:6]]
+    defaults = ("0.001", "2", "0.75 ± 0.00")
+    assert shown == [
+        ("| policy trained", "1,280", *defaults),
+        ("| policy trained", "1,280", "0.003", "8", "1.00 ± 0.00"),
+        ("| policy as it is", "1,280", *defaults),
+        ("| policy as it is", "1,280", "0.01", "8", "1.00 ± 0.00"),
+        ("| policy as it is, ten times the responses", "12,800", *defaults),
+        ("| policy as it is, ten times the responses", "12,800", "0.01", "8", "1.00 ± 0.00"),
+    ]
+    assert rows[6] == ["| policy trained", "2", *["0.75"] * 4, "0.75 |"]
+    assert rows[9] == ["| policy as it is", "8", *["0.75"] * 4, "1.00 |"]
+    lengths = [(key[1], key[key.index("--num-iterations") + 1]) for key in trained]
+    each = 2 * len(best_critic.RATES) + 4  # a grid on one seed, two settings on two
+    long = lengths[2 * each :]
+    assert lengths[:each] == [(ppo.Args.learning_rate, "20")] * each
+    assert lengths[each : 2 * each] == [(1e-12, "20")] * each and long == [(1e-12, "200")] * each

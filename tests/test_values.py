@@ -419,14 +419,15 @@ def made_up_run(shift: float) -> dict:
     """{iteration: (states, actions)}: VinePPO's error is 0.01 + shift, the group's 0.4."""
     states = [
         {"truth": t, "vineppo": t + 0.01 + shift, "grpo": t - 0.4, "ppo": t - 0.4}
-        | {"step": i, "steps": 4}
+        | {"step": i, "steps": 4, "prompt": "aabb"[i]}
         for i, t in enumerate((0.1, 0.5, 0.9, 0.3))
     ]
     options = [{"truth": t, "vineppo": t, "grpo": 0.0, "ppo": -t} for t in (0.1, 0.5, 0.9)]
     return {iteration: (states, [options]) for iteration in (4, 20)}
 
 
-def test_figures_of_constructed_runs(tmp_path):
+def test_figures_of_constructed_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "TRUTH", 9)
     found = {"vineppo": [made_up_run(0.0), made_up_run(0.02)], "grpo": [made_up_run(0.0)]}
     found["ppo"] = [made_up_run(0.2)]
     found["rloo"] = [
@@ -447,15 +448,19 @@ def test_figures_of_constructed_runs(tmp_path):
     figures.draw_ablations(of_k, of_temperature, str(tmp_path / "ablations.png"))
     for name in ("values", "accuracy", "ablations"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    fit = {"responses": 6400, "epochs": 2, "curve": [[9, {"explained": 0.5, "mae": 0.1}]]}
+    fit = {"responses": 6400, "epochs": 2, "curve": [[9, {"explained": 0.5, "within": 0.3}]]}
     page = str(tmp_path / "results.md")
     for _ in range(2):  # the block takes its own place
         figures.write_numbers(found, summary, of_k, of_temperature, (4, 20), (1, 2), fit, page)
     text = (tmp_path / "results.md").read_text()
-    assert text.count("| VinePPO | 0.02 ± 0.13 | 1.00 ± 0.00 | 1.00 ± 0.00 |\n| GRPO | 0.40 |") == 1
-    assert "| RLOO" not in text and "on the states of PPO's runs: 0.21." in text
+    # by hand: squares within problems add up to 0.26, those of the noise of 9 rollouts to 0.04
+    row = "| VinePPO | 0.02 ± 0.13 | 1.00 ± 0.00 | 1.00 ± 0.00 | 1.00 ± 0.00 | 0.85 ± 0.00 |"
+    assert text.count(f"{row}\n| GRPO | 0.40 |") == 1
+    (of_rloo,) = (line for line in text.splitlines() if line.startswith("| RLOO (on GRPO's runs)"))
+    assert of_rloo.endswith("| 0.00 | 0.85 |") and "on the states of PPO's runs: 0.21." in text
     assert "VinePPO 100% of 4 states (chance 33%), PPO 0% of 2 states (chance 33%)" in text
     assert "fitted 2 times to exact values of 6,400" in text and "explains 50% of" in text
+    assert "on other prompts,\n30% within problems." in text
     assert "| K = 9 | 1.000 ± 0.000 | 2,000 |" in text
     assert "0.6, 0.8, 1: VinePPO 1.00, 1.00, 1.00; PPO 1.00, 1.00, 0.50." in text
 
