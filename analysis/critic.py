@@ -109,7 +109,7 @@ def main(
     print(
         f"critic fitted to exact values of {len(train)} responses, {epochs} times: on "
         f"{len(held_out)} others MAE {last['mae']:.3f}, within 0.05 {last['close']:.0%}, "
-        f"explained variance {last['explained']:.2f}, within problems {last['within']:.2f} "
+        f"explained variance {last['explained']:.2f}, within responses {last['within']:.2f} "
         f"(mean value {statistics.mean(v for _, values in held_out for v in values.tolist()):.3f})"
     )
     if output:

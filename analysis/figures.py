@@ -210,7 +210,7 @@ def write_numbers(
         return interval([curve[-1]["pass@1"] for curve in curves], form)
 
     header = ["", "mean absolute error", "within 0.05", "explained variance"]
-    header += ["within problems", "exact values within"]
+    header += ["within problems", "that of exact values"]
     names = "mae", "close", "explained", "within", "ceiling"
     of_values = table(
         header,
@@ -236,7 +236,11 @@ VinePPO's error on the states of PPO's runs: {at_last(elsewhere, "mae")}. Best n
 {describe_actions(found, "vineppo")}, {describe_actions(found, "ppo")}. PPO's
 critic, fitted {fit["epochs"]} times to exact values of {fit["responses"]:,} responses of VinePPO's
 iteration {middle}, explains {learnt["explained"]:.0%} of their variance on other prompts,
-{learnt["within"]:.0%} within problems.
+{learnt["within"]:.0%} of what is left within a response.
+
+*Explained variance*: 1 - Var(truth - estimate) / Var(truth). *Within problems*: the same after each
+problem's mean is removed, from both. Last column: within problems, what exact values would have, as
+a truth of {TRUTH} rollouts has noise of its own.
 
 {table(of_k_header, rows)}
 Last pass@1 at temperatures {", ".join(f"{t:g}" for t in TEMPERATURES)}: {"; ".join(temperatures)}.
@@ -298,7 +302,7 @@ def main(args: Args) -> None:
     if os.path.exists(fitted):
         with open(fitted) as file:
             fit = json.load(file)
-    if fit["model"] != policy:
+    if fit["model"] != policy or "within" not in fit["curve"][-1][1]:  # of an older version
         command = ["-m", "analysis.critic", "--model", policy, "--output", fitted]
         commands[f"{fitted}.log"] = command
     for method in dict.fromkeys(STATES_OF.values()):

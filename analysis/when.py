@@ -106,19 +106,22 @@ def commands(name: str, seed: int, folder: str) -> list[tuple[str, list[str]]]:
 
 
 def check_settings(run: str, name: str) -> None:
-    """Writes down what the folder is made for. Raises UsageError if that was something else."""
-    made_for = []
+    """Writes down what the folder is made for. Raises UsageError if that was something else, or
+    was not written down."""
+    made_for, file = [], f"{run}/settings.json"
     while name:  # and what the checkpoint that it starts from is made for
-        made_for.append(SETTINGS[name])
+        made_for.append(SETTINGS[name]._asdict() | {"label": ""})
         name = SETTINGS[name].start
-    text, file = json.dumps(made_for), f"{run}/settings.json"
-    os.makedirs(run, exist_ok=True)
-    if not os.path.exists(file):
-        with open(file, "w") as stream:
-            stream.write(text)
-    with open(file) as stream:
-        known = stream.read()
-    require(known == text, f"{run} is of other settings (settings.json): remove it or use --folder")
+    if not os.path.exists(run):
+        os.makedirs(f"{run}.tmp", exist_ok=True)
+        with open(f"{run}.tmp/settings.json", "w") as stream:
+            json.dump(made_for, stream)
+        os.rename(f"{run}.tmp", run)
+    known = None
+    if os.path.exists(file):
+        with open(file) as stream:
+            known = json.load(stream)
+    require(known == made_for, f"{run} is of other settings ({file}): remove it or use --folder")
 
 
 def make(names: list[str], seeds: tuple[int, ...], folder: str, jobs: int) -> None:

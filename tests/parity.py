@@ -107,8 +107,9 @@ def main(
 
     for update in range(NUM_UPDATES):
         inputs = batch_of(sample(update)).take(list(range(rank, 32, dist.get_world_size())))
-        # ranks with unlike work: the first one's head runs in more chunks
-        inputs = [tensor.repeat_interleave(4 if rank == 0 else 1, dim=0) for tensor in inputs]
+        # ranks with unlike work: the first one's head runs in two chunks
+        inputs = [tensor.repeat_interleave(6 if rank == 0 else 1, dim=0) for tensor in inputs]
+        assert (inputs[-1].sum() > 1024) == (rank == 0)
         weights = torch.randn(inputs[-1].shape, generator=generator)
         loss = (compute_logprobs(engine, *inputs, temperature=0.7) * weights).mean()
         engine.set_gradient_accumulation_boundary(True)

@@ -60,7 +60,7 @@ def test_two_ranks_make_the_gradients_of_one(recorded, replayed, script):
     check_same(found, recorded[0] / "recorded", script)
 
 
-@pytest.mark.soak  # tests/test_sampler.py has two ranks and ZeRO 2, too
+@pytest.mark.soak  # the test above has two ranks, without ZeRO 2
 @pytest.mark.parametrize("script", ["vineppo", "ppo"])
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),

@@ -386,7 +386,7 @@ BASELINES["restem.py"] += ["--update-epochs", "2", "--eval-every", "3"]
 BASELINES["dpo_pos.py"] += ["--max-pairs", "8", "--save-every", "2", "--eval-every", "2"]
 
 
-@pytest.mark.soak  # on one rank tests/test_second.py holds it
+@pytest.mark.soak  # tests/test_second.py holds its scores on one rank
 def test_evaluate_gives_an_interval_on_any_number_of_ranks(finished, tmp_path):
     folder, _ = finished
     output = tmp_path / "result.json"

@@ -460,7 +460,7 @@ def test_figures_of_constructed_runs(tmp_path, monkeypatch):
     assert of_rloo.endswith("| 0.00 | 0.85 |") and "on the states of PPO's runs: 0.21." in text
     assert "VinePPO 100% of 4 states (chance 33%), PPO 0% of 2 states (chance 33%)" in text
     assert "fitted 2 times to exact values of 6,400" in text and "explains 50% of" in text
-    assert "on other prompts,\n30% within problems." in text
+    assert "on other prompts,\n30% of what is left within a response." in text
     assert "| K = 9 | 1.000 ± 0.000 | 2,000 |" in text
     assert "0.6, 0.8, 1: VinePPO 1.00, 1.00, 1.00; PPO 1.00, 1.00, 0.50." in text
 

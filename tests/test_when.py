@@ -289,7 +289,10 @@ def test_a_checkpoint_is_made_after_the_one_that_it_starts_from(tmp_path, monkey
     changed = when.SETTINGS["steps16"]._replace(slip=0.3)  # steps32 starts from it
     monkeypatch.setitem(when.SETTINGS, "steps16", changed)
     when.make(["base", "center"], (1,), str(tmp_path), 2)
-    for name in ("steps16", "steps32"):
+    monkeypatch.setitem(when.SETTINGS, "lost", when.SETTINGS["lost"]._replace(label="another"))
+    when.make(["lost"], (1,), str(tmp_path), 2)
+    os.remove(tmp_path / "right1-seed1/settings.json")
+    for name in ("steps16", "steps32", "right1"):
         with pytest.raises(UsageError, match=f"{name}-seed1 is of other settings"):
             when.make([name], (1,), str(tmp_path), 2)
 
