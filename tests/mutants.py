@@ -85,8 +85,8 @@ SCRIPTS = {f"{name}.py" for name in RUNS}
 LAST = [
     FAULTS,
     *FUNCTIONS,
-    REPLAYS,
-    RUNNING,
+    f"{REPLAYS} -m 'not soak'",
+    f"{RUNNING} -m 'not soak'",
     ERRORS,
     "tests/test_soak.py -k 'one_rank or initial_weights or hold_one_sampler'",
 ]
