@@ -88,6 +88,7 @@ LAST = [
     f"{REPLAYS} -m 'not soak'",
     f"{RUNNING} -m 'not soak'",
     ERRORS,
+    DATA,
     "tests/test_soak.py -k 'one_rank or initial_weights or hold_one_sampler'",
 ]
 EVERYTHING = [*FUNCTIONS, STEPS, DATA, GRADING, *EQUAL, *(f"second {name}" for name in RUNS), *LAST]
