@@ -76,8 +76,7 @@ def main(
     def score(kind: str, settings: list[tuple[float, int]], seeds: tuple[int, ...]) -> list[dict]:
         """What `measure` says of each of the settings with each of the seeds."""
         wanted = [run_of(kind, *setting, seed) for setting in settings for seed in seeds]
-        runs = train(wanted, folder, jobs, bar)
-        return measure({key: runs[key] for key in wanted}, KINDS[kind][1], jobs, bar)
+        return measure(train(wanted, folder, jobs, bar), KINDS[kind][1], jobs, bar)
 
     default = ppo.Args.critic_learning_rate, ppo.Args.update_epochs
     rows, tuning = [], []

@@ -430,8 +430,10 @@ def test_figures_of_constructed_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "TRUTH", 9)
     found = {"vineppo": [made_up_run(0.0), made_up_run(0.02)], "grpo": [made_up_run(0.0)]}
     found["ppo"] = [made_up_run(0.2)]
+    group_mean = {"a": 0.3, "b": 0.6}
     found["rloo"] = [
-        {i: ([s | {"rloo": 0.0} for s in of], []) for i, (of, _) in made_up_run(0.0).items()}
+        {i: ([s | {"rloo": group_mean[s["prompt"]]} for s in of], []) for i, (of, _) in run.items()}
+        for run in [made_up_run(0.0)]
     ]
     summary = figures.summarize(found, (4, 20))
     assert [curve[0]["mae"] for curve in summary["vineppo"]] == pytest.approx([0.01, 0.03])
@@ -457,7 +459,11 @@ def test_figures_of_constructed_runs(tmp_path, monkeypatch):
     row = "| VinePPO | 0.02 ± 0.13 | 1.00 ± 0.00 | 1.00 ± 0.00 | 1.00 ± 0.00 | 0.85 ± 0.00 |"
     assert text.count(f"{row}\n| GRPO | 0.40 |") == 1
     (of_rloo,) = (line for line in text.splitlines() if line.startswith("| RLOO (on GRPO's runs)"))
-    assert of_rloo.endswith("| 0.00 | 0.85 |") and "on the states of PPO's runs: 0.21." in text
+    assert of_rloo.endswith("| 0.25 | 0.00 | 0.26 | 0.00 | 0.85 |")  # it knows the problem alone
+    assert (
+        "| PPO | 0.40 | 0.00 | 1.00 | 1.00 | 0.85 |" in text
+        and "on the states of PPO's runs: 0.21." in text
+    )
     assert "VinePPO 100% of 4 states (chance 33%), PPO 0% of 2 states (chance 33%)" in text
     assert "fitted 2 times to exact values of 6,400" in text and "explains 50% of" in text
     assert "on other prompts,\n30% of what is left within a response." in text
