@@ -49,24 +49,28 @@ WITHOUT_ENGINES += "digests or"
 FOLDER = f"{RUNNING} -k '{WITHOUT_ENGINES} another_runs or callers'"
 TWO_RANKS, PARITY = f"{REPLAYS} -k two_ranks_make", "tests/test_sampler.py"
 FAULTS = f"{REPLAYS} -k 'exploded or broken_numbers or trains_no_model or forgets'"
+SIGTERMS = [f"{RUNNING} -k terminated", "tests/test_soak.py -k one_rank"]
+PARITIES = [PARITY, "tests/test_soak.py -k one_sampler"]
+SEED = "tests/test_soak.py -k initial_weights"
 FUNCTIONS = [MATHS, "tests/test_allocation.py"]  # what stands above `main` is tested by numbers
 EQUAL = ["tests/test_mathequal.py"]
 FORKS = [f"experiments/{name}.py" for name in ("trees", "vineppo_tree", "vineppo_unsure")]
-STAGES = {f"{name}.py": [f"second {name}", TWO_RANKS] for name in RUNS}
+ENGINES = [FAULTS, PARITY, DATA, ERRORS]
+STAGES = {f"{name}.py": [f"second {name}", TWO_RANKS, FAULTS, SIGTERMS[0]] for name in RUNS}
 STAGES |= {
     "experiments/vineppo_cheap.py": ["tests/test_allocation.py", "second vineppo_cheap"],
     **{fork: ["tests/test_forks.py -m 'not soak'"] for fork in FORKS},
     "common/ranks.py": [MATHS, "second vineppo", TWO_RANKS, PARITY],
     "common/batches.py": [MATHS, "second vineppo", TWO_RANKS],
-    "common/engines.py": [MATHS, GIVEN, FOLDER, "second vineppo", "second sft", FAULTS, PARITY],
-    "common/sampling.py": [STEPS, MATHS, "second vineppo_cheap", "second evaluate", PARITY],
+    "common/engines.py": [MATHS, GIVEN, FOLDER, "second vineppo", "second sft", *ENGINES],
+    "common/sampling.py": [STEPS, MATHS, "second vineppo_cheap", "second evaluate", *PARITIES],
     "common/checkpoints.py": [FOLDER, "second ppo"],
-    "common/run.py": [FOLDER, GIVEN, "second vineppo", "second sft", FAULTS],
+    "common/run.py": [FOLDER, GIVEN, "second vineppo", "second sft", FAULTS, *SIGTERMS],
     "common/flags.py": [FOLDER, ERRORS],
     "common/steps.py": [STEPS, "second vineppo"],
     "common/data.py": [DATA, GIVEN, "second sft", "second evaluate"],
     "common/grading.py": [GRADING, "second vineppo"],
-    "sft.py": [DATA, "second sft", TWO_RANKS],
+    "sft.py": [DATA, "second sft", TWO_RANKS, SEED],
     "given/model.py": [GIVEN, ERRORS],
     "given/weights.py": [GIVEN],
     "given/chat.py": [GIVEN],
@@ -89,7 +93,9 @@ LAST = [
     f"{RUNNING} -m 'not soak'",
     ERRORS,
     DATA,
-    "tests/test_soak.py -k 'one_rank or initial_weights or hold_one_sampler'",
+    SIGTERMS[1],
+    PARITIES[1],
+    SEED,
 ]
 EVERYTHING = [*FUNCTIONS, STEPS, DATA, GRADING, *EQUAL, *(f"second {name}" for name in RUNS), *LAST]
 EVERYTHING += [f"tests/test_{name}.py" for name in ("fuzz", "values", "analysis", "plan", "fork")]
