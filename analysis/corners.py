@@ -4,9 +4,10 @@ tokens or seconds as VinePPO took, from the map's checkpoints.
     python -m analysis.when --seeds 1 --settings steps4 center steps16       makes the checkpoints
     python -m analysis.corners                     the runs that are missing (hours), docs/when.md
 
-VinePPO runs with K = 3 and its defaults, at the best rate of RATES. GRPO and RLOO get, for each
+VinePPO runs with K = 3 and its defaults, at its best learning rate. GRPO and RLOO get, for each
 budget, the best rate and the best number of prompts of an iteration (PROMPTS): more prompts of
-fewer iterations, or fewer of more. All is chosen on seed 1; the table has the seeds behind it.
+fewer iterations, or fewer of more. Where a best rate is at an edge of RATES, they are extended
+there. All is chosen on seed 1; the table has the seeds behind it.
 """
 
 import math
@@ -100,24 +101,28 @@ def main(
     os.makedirs(folder, exist_ok=True)
     bar = tqdm(unit="run", smoothing=0)
 
-    def pick(runs: list[Run]) -> Run:
-        train(runs, folder, checkpoints, jobs, bar)
-        return max(runs, key=lambda run: score(run, folder))
+    def pick(sizes: list[Run]) -> Run:
+        """The best of these at any rate."""
+        rates = list(RATES)
+        while True:
+            runs = [run._replace(rate=rate) for run in sizes for rate in rates]
+            train(runs, folder, checkpoints, jobs, bar)
+            best = max(runs, key=lambda run: score(run, folder))
+            if min(rates) < best.rate < max(rates):
+                tried.extend(runs)
+                return best
+            rates.append(best.rate / 2 if best.rate == min(rates) else best.rate * 2)
 
     rows, tuning = [], []
     for setting in settings:
-        tried = [Run(setting, "vineppo", 8, ITERATIONS, rate, 1) for rate in RATES]
-        chosen = {("vineppo", "responses"): pick(tried)}
+        tried: list[Run] = []
+        ours = Run(setting, "vineppo", 8, ITERATIONS, 0.0, 1)
+        chosen = {("vineppo", "responses"): pick([ours])}
         cost = measure_cost(chosen["vineppo", "responses"].folder(folder))
         for method in ("grpo", "rloo"):
             for budget, times in cost.items():
-                options = [
-                    Run(setting, method, p, math.ceil(8 * ITERATIONS * times / p), rate, 1)
-                    for p in PROMPTS
-                    for rate in RATES
-                ]
-                chosen[method, budget] = pick(options)
-                tried += options
+                sizes = [(p, math.ceil(8 * ITERATIONS * times / p)) for p in PROMPTS]
+                chosen[method, budget] = pick([Run(setting, method, *s, 0.0, 1) for s in sizes])
         finals = {k: [run._replace(seed=seed) for seed in seeds] for k, run in chosen.items()}
         train([run for runs in finals.values() for run in runs], folder, checkpoints, jobs, bar)
         for (method, budget), runs in finals.items():
@@ -125,13 +130,17 @@ def main(
             label = f"{NAMES[method]}, equal {budget}" if method != "vineppo" else "VinePPO, K = 3"
             cells = [SETTINGS[setting].label, label, runs[0].size(), f"{runs[0].rate:.2g}"]
             rows.append([*cells, f"{cost[budget]:.1f}", interval(scores)])
-        for run in dict.fromkeys(run._replace(rate=RATES[0]) for run in tried):
-            of_rate = [f"{score(run._replace(rate=rate), folder):.3f}" for rate in RATES]
-            tuning.append([SETTINGS[setting].label, NAMES[run.method], run.size(), *of_rate])
+        for run in dict.fromkeys(run._replace(rate=0.0) for run in tried):
+            of_rate = {r.rate: score(r, folder) for r in tried if r._replace(rate=0.0) == run}
+            tuning.append(([SETTINGS[setting].label, NAMES[run.method], run.size()], of_rate))
     bar.close()
+    rates = sorted({rate for _, of_rate in tuning for rate in of_rate})
     first = ["setting", "method", "iterations x responses"]
     header = [*first, "learning rate", "times the responses"]
-    grid = [*first, *(f"{rate:.2g}" for rate in RATES)]
+    grid = [
+        [*cells, *(f"{of_rate[r]:.3f}" if r in of_rate else "" for r in rates)]
+        for cells, of_rate in tuning
+    ]
     text = f"""{START}
 Written by `python -m analysis.corners`. {describe_machine()}; seeds
 {", ".join(map(str, seeds))}: mean ± half of a 95 % interval (Student's t) of the last pass@1 on 250
@@ -140,7 +149,7 @@ validation problems, 4 responses each.
 {table([*header, "pass@1"], rows)}
 How they were chosen: pass@1 by learning rate, seed 1.
 
-{table(grid, tuning)}{END}
+{table([*first, *(f"{rate:.2g}" for rate in rates)], grid)}{END}
 """
     write_between(output, START, END, text, "# When does VinePPO pay?\n\n")
     print(text)
