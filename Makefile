@@ -9,20 +9,25 @@
 # make install   the set-up alone: .venv with what this machine needs
 PYTHON ?= python3
 
-.PHONY: demo quick test soak gpu-check install compare compare-quick figures diff bench
+.PHONY: demo style quick test soak gpu-check install compare compare-quick figures diff bench
 demo: .venv/installed
 	.venv/bin/python -m recipes.demo
 
-# two processes with one thread each; all tests of a file run in the same process
-PYTEST = OMP_NUM_THREADS=1 TEST_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile
+# two processes with one thread each; all tests of a file run in the same process, the long files
+# first, so that both end at about the same time
+PYTEST = OMP_NUM_THREADS=1 TEST_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile \
+  --no-loadscope-reorder $(LONG:%=tests/test_%.py) tests
+LONG = runs second replays fork given errors sampler values data plan mathequal when
 
-quick: .venv/installed
+style: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+quick: style
 	$(PYTEST) -m "not soak and not slow"
 
-test: quick
-	$(PYTEST) -m "slow and not soak" tests/test_runs.py tests/test_second.py tests/test_replays.py tests
+test: style
+	$(PYTEST) -m "not soak"
 
 soak: .venv/installed
 	FUZZ_TIMES=40 .venv/bin/python -m pytest -q tests/test_fuzz.py

@@ -164,6 +164,7 @@ def test_grade_all_by_the_datasets_rule():
 # ---- files ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_grading_a_file(tmp_path):
     rows = [
         {"id": "a", "dataset": "math", "response": r"\boxed{1/2}", "ground_truth": "0.5"},

@@ -163,6 +163,7 @@ def test_mistakes_are_named(args, message):
         plan.read_run(args)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_names_flags_that_make_it_fit(model, capsys):
     tight = dict(run="vineppo.py", model=model, gpu_memory=0.09, overhead=0, sampler_overhead=0)
     lengths = "--max-model-len 128 --max-response-len 64 --dtype bfloat16"
