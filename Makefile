@@ -13,21 +13,20 @@ PYTHON ?= python3
 demo: .venv/installed
 	.venv/bin/python -m recipes.demo
 
-# two processes with one thread each; all tests of a file run in the same process, the long files
-# first, so that both end at about the same time
-PYTEST = OMP_NUM_THREADS=1 TEST_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile \
-  --no-loadscope-reorder $(LONG:%=tests/test_%.py) tests
-LONG = runs second replays fork given errors sampler values data plan mathequal when
+# two processes with one thread each
+PYTEST = OMP_NUM_THREADS=1 TEST_THREADS=1 .venv/bin/python -m pytest -q -n 2
 
 style: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
 quick: style
-	$(PYTEST) -m "not soak and not slow"
+	$(PYTEST) --dist worksteal -m "not soak and not slow"
 
+# a file's tests share what an engine made; long files first, so that both end at about the same time
 test: style
-	$(PYTEST) -m "not soak"
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not soak" $(LONG:%=tests/test_%.py) tests
+LONG = runs second replays fork given errors sampler values data
 
 soak: .venv/installed
 	FUZZ_TIMES=40 .venv/bin/python -m pytest -q tests/test_fuzz.py
