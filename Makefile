@@ -23,10 +23,9 @@ style: .venv/installed
 quick: style
 	$(PYTEST) --dist worksteal -m "not soak and not slow"
 
-# a file's tests share what an engine made; long files first, so that both end at about the same time
+# a file's tests share what an engine made; tests/conftest.py has the long files first
 test: style
-	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not soak" $(LONG:%=tests/test_%.py) tests
-LONG = runs second replays fork given errors sampler values data
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not soak"
 
 soak: .venv/installed
 	FUZZ_TIMES=40 .venv/bin/python -m pytest -q tests/test_fuzz.py
