@@ -127,7 +127,7 @@ SLOW = {"sft_model", "recorded", "replayed", "finished", "faults", "second", "pp
 SLOW |= {"results", "probed"}
 
 
-# Files of half a minute and more. They come first, so that two processes end at about the same time.
+# Files of half a minute and more come first, so that two processes end at about the same time.
 LONG = ["runs", "second", "replays", "fork", "given", "errors", "sampler", "values", "data"]
 
 
