@@ -499,6 +499,17 @@ def write_between(path: str, start: str, end: str, text: str, title: str = "") -
         file.write(page)
 
 
+def extend(rates: list[float], best: float) -> bool:
+    """Where the best rate is at an edge of the grid, adds one behind it. Whether it did."""
+    if best == min(rates):
+        rates.append(best / 2)
+    elif best == max(rates):
+        rates.append(best * 2)
+    else:
+        return False
+    return True
+
+
 def main(
     seeds: tuple[int, ...] = (1, 2, 3),
     grid: bool = True,
@@ -523,14 +534,9 @@ def main(
         best = {
             m: max(scores[m], key=lambda r, m=m: statistics.mean(scores[m][r])) for m in methods
         }
-        low = [m for m in methods if grid and best[m] == min(rates[m])]
-        high = [m for m in methods if grid and best[m] == max(rates[m])]
-        if not low + high:
+        # `sum`, since `any` would stop at the first grid that is extended
+        if not grid or not sum(extend(rates[m], best[m]) for m in methods):
             break
-        for m in low:
-            rates[m].append(best[m] / 2)
-        for m in high:
-            rates[m].append(best[m] * 2)
     paths = {m: [runs[m, best[m], seed] for seed in seeds] for m in methods}
     sft, *found = evaluate([SFT, *itertools.chain(*paths.values())], "test", [], jobs, bar)
     test = {m: [found.pop(0) for _ in seeds] for m in methods}

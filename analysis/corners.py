@@ -21,6 +21,7 @@ from analysis.compare import (
     NAMES,
     describe_machine,
     drop_engine_states,
+    extend,
     interval,
     run_all,
     table,
@@ -101,28 +102,26 @@ def main(
     os.makedirs(folder, exist_ok=True)
     bar = tqdm(unit="run", smoothing=0)
 
-    def pick(sizes: list[Run]) -> Run:
-        """The best of these at any rate."""
+    def tune(sizes: list[Run]) -> tuple[Run, list[Run]]:
+        """(The best of these at any learning rate, all that were tried)."""
         rates = list(RATES)
         while True:
             runs = [run._replace(rate=rate) for run in sizes for rate in rates]
             train(runs, folder, checkpoints, jobs, bar)
             best = max(runs, key=lambda run: score(run, folder))
-            if min(rates) < best.rate < max(rates):
-                tried.extend(runs)
-                return best
-            rates.append(best.rate / 2 if best.rate == min(rates) else best.rate * 2)
+            if not extend(rates, best.rate):
+                return best, runs
 
     rows, tuning = [], []
     for setting in settings:
-        tried: list[Run] = []
-        ours = Run(setting, "vineppo", 8, ITERATIONS, 0.0, 1)
-        chosen = {("vineppo", "responses"): pick([ours])}
-        cost = measure_cost(chosen["vineppo", "responses"].folder(folder))
+        ours, tried = tune([Run(setting, "vineppo", 8, ITERATIONS, 0.0, 1)])
+        chosen, cost = {("vineppo", "responses"): ours}, measure_cost(ours.folder(folder))
         for method in ("grpo", "rloo"):
             for budget, times in cost.items():
                 sizes = [(p, math.ceil(8 * ITERATIONS * times / p)) for p in PROMPTS]
-                chosen[method, budget] = pick([Run(setting, method, *s, 0.0, 1) for s in sizes])
+                best, runs = tune([Run(setting, method, *size, 0.0, 1) for size in sizes])
+                chosen[method, budget] = best
+                tried += runs
         finals = {k: [run._replace(seed=seed) for seed in seeds] for k, run in chosen.items()}
         train([run for runs in finals.values() for run in runs], folder, checkpoints, jobs, bar)
         for (method, budget), runs in finals.items():

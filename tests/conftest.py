@@ -127,16 +127,16 @@ SLOW = {"sft_model", "recorded", "replayed", "finished", "faults", "second", "pp
 SLOW |= {"results", "probed"}
 
 
-# Files of half a minute and more come first, so that two processes end at about the same time.
-LONG = ["runs", "second", "replays", "fork", "given", "errors", "sampler", "values", "data"]
+# Files of 20 seconds and more come first, so that two processes end at about the same time.
+LONG = "runs", "second", "replays", "fork", "given", "errors", "sampler", "values", "data"
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if SLOW & {*item.fixturenames}:
             item.add_marker(pytest.mark.slow)
-    names = [f"test_{name}" for name in LONG]
-    items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else 99)
+    order = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
 
 
 SHORT_SFT = ["--num-epochs", "0.064", "--batch-size", "16", "--eval-every", "0"]  # embedded task
