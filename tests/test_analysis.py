@@ -128,6 +128,13 @@ def test_reach_and_spread():
     assert shares == "0.50, never, VinePPO never, never"
 
 
+def test_a_grid_goes_on_behind_its_edges():
+    rates = [1.0, 2.0, 4.0]
+    assert not compare.extend(rates, 2.0) and rates == [1.0, 2.0, 4.0]
+    assert compare.extend(rates, 1.0) and rates == [1.0, 2.0, 4.0, 0.5]
+    assert compare.extend(rates, 4.0) and rates == [1.0, 2.0, 4.0, 0.5, 8.0]
+
+
 def test_intervals_over_seeds():
     assert compare.interval([0.5, 0.7, 0.6]) == "0.600 ± 0.248"  # 4.303 * 0.1 / sqrt(3)
     assert compare.interval([1.0, 2.0, 3.0, 4.0, 5.0], ".2f") == "3.00 ± 1.96"  # 2.776 * sqrt(0.5)
