@@ -81,7 +81,7 @@ ARCHITECTURES = {  # model_type: settings beside SIZES
     "gpt_oss": LOCAL_EXPERTS,
     "mpt": {},
 }
-FEW = ("gemma2", "qwen3_moe")  # capped logits; experts
+FEW = ("qwen3_moe",)  # experts
 
 
 class Result(NamedTuple):

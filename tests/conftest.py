@@ -128,7 +128,7 @@ SLOW |= {"results", "probed"}
 
 
 # Files of 20 seconds and more come first, so that two processes end at about the same time.
-LONG = "runs", "second", "replays", "fork", "given", "errors", "sampler", "values", "data"
+LONG = "runs", "second", "replays", "given", "errors", "sampler", "values", "data"
 
 
 def pytest_collection_modifyitems(items):

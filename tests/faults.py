@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from common import RunError, UsageError, engines, grading, ranks
 from tests import replay
+from tests.record import write_problems
 
 OTHERS = ("restem", "dpo_pos", "sft")
 FAULTS = ("loss", "gradient", "logprob", "reference", "ratio")
@@ -32,7 +33,7 @@ CASES = [  # (script, what breaks)
     *((script, "ratio") for script in ("ppo", "grpo", "rloo")),
     ("restem", "twice"),  # nothing breaks: what is left of the first engine when the second comes
 ]
-SFT = dict(num_epochs=4 * 8 / 40_000, batch_size=8, eval_every=0)
+SFT = dict(task="jsonl", num_epochs=4 * 8 / 3000, batch_size=8, eval_every=0)
 
 
 def break_logprobs(module, fault: str) -> None:
@@ -106,6 +107,8 @@ def watch_engines() -> list[int]:
 
 def main(folder: str, model: str) -> None:
     ranks.set_up()
+    problems = os.path.join(folder, "problems")
+    write_problems(problems)
     replay.replay_samples(folder)
     recorded, step, norms = replay.Replay.recorded, engines.step, []
 
@@ -119,7 +122,7 @@ def main(folder: str, model: str) -> None:
         output = os.path.join(folder, "faults", f"{script}-{fault}")
         options = replay.OPTIONS | dict(temperature=1.9) | replay.OF_SCRIPT.get(script, {})
         if script == "sft":
-            options = SFT
+            options = SFT | dict(data_dir=problems)
         replay.Replay.recorded = recorded
         grading.grade_all = replay.grade_by_sum
         if fault == "nothing right":

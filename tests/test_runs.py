@@ -9,7 +9,6 @@ import math
 import os
 import resource
 import shutil
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -145,25 +144,23 @@ def test_episodes_are_readable_and_their_credit_adds_up(finished):
     assert "value advantage  step" in result.stdout
 
 
-def test_terminated_then_killed_then_damaged_it_resumes_bit_for_bit(finished, sft_model, tmp_path):
-    """SIGTERM in the first iteration, kill -9 in the third, whose checkpoint is then cut off. In a
-    folder whose name DeepSpeed would take for a pattern."""
+def test_terminated_then_damaged_it_resumes_bit_for_bit(finished, sft_model, tmp_path):
+    """SIGTERM in the third iteration, whose checkpoint is then cut off. In a folder whose name
+    DeepSpeed would take for a pattern. (kill -9: the soak.)"""
     whole, folder = finished[0], tmp_path / "the run [1]"
     arguments = ["vineppo.py", *FAST, "--model", sft_model, "--output-dir", str(folder)]
-    status, output = end_at("SIGTERM grade 1", arguments)
-    assert status == 143 and "SIGTERM: checkpoint 1 is written; continue with --resume" in output
-    assert sorted(os.listdir(folder / "checkpoints")) == ["best_000001", "iteration_000001"]
-    assert len(timeless(folder / "metrics.jsonl")) == 1
-    arguments += ["--resume", "auto"]
-    status, _ = end_at("SIGKILL rollouts 2", arguments)
-    assert status == -signal.SIGKILL
+    status, output = end_at("SIGTERM grade 6", arguments)
+    assert status == 143 and "SIGTERM: checkpoint 3 is written; continue with --resume" in output
+    names = ["best_000002", "iteration_000002", "iteration_000003"]
+    assert sorted(os.listdir(folder / "checkpoints")) == names
+    assert len(timeless(folder / "metrics.jsonl")) == 3
     name = "policy/mp_rank_00_model_states.pt"
-    weights = folder / "checkpoints/iteration_000002" / name
+    weights = folder / "checkpoints/iteration_000003" / name
     with open(weights, "r+b") as file:
         file.truncate(weights.stat().st_size // 2)
-    result = call(*arguments)
-    assert f"WARNING: checkpoint 2 is damaged ({name}): skipped" in result.stdout
-    assert any(name.startswith("damaged_2_") for name in os.listdir(folder / "checkpoints"))
+    result = call(*arguments, "--resume", "auto")
+    assert f"WARNING: checkpoint 3 is damaged ({name}): skipped" in result.stdout
+    assert any(name.startswith("damaged_3_") for name in os.listdir(folder / "checkpoints"))
     check_same_run(folder, whole)
 
 
