@@ -1,5 +1,5 @@
 # make demo      see VinePPO learn: set-up, SFT, training, held-out accuracy before and after
-# make test      all tests (five to nine minutes)      make soak   the long trials     make quick   without engines
+# make test      all tests (about five minutes)      make soak   the long trials     make quick   without engines
 # make compare   every method, a grid of learning rates, three seeds; hours
 # make compare-quick   one seed at the scripts' own learning rates; a quarter of an hour
 # make figures   value accuracy, K, temperature, from the runs of either of these; an hour

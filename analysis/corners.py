@@ -33,7 +33,7 @@ from analysis.when import SETTINGS
 START, END = "<!-- corners -->", "<!-- end of corners -->"
 RATES = (6e-5, 1.2e-4, 2.4e-4)
 PROMPTS = (8, 32)
-ITERATIONS, GROUP = 20, 8  # of VinePPO: 20 iterations of 8 x 8 responses
+ITERATIONS, GROUP = 10, 8  # of VinePPO: 10 iterations of 8 x 8 responses
 EVALUATION = ["--eval-problems", "250", "--eval-rounds", "4", "--keep-checkpoints", "1"]
 
 

@@ -322,14 +322,14 @@ def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
     rows = [line.split(" | ") for line in page.read_text().splitlines() if " ± 0" in line]
     assert [row[1] for row in rows[:2]] == ["VinePPO, K = 3", "GRPO, equal responses"]
     sizes = {row[1]: (row[2], row[3], row[4]) for row in rows}
-    assert sizes["VinePPO, K = 3"] == ("20 x 64", "0.00012", "1.0")
-    assert sizes["GRPO, equal responses"] == ("5 x 256", "0.00012", "1.0")
-    assert sizes["RLOO, equal seconds"] == ("13 x 256", "0.00048", "2.5")  # rather more
-    assert sizes["GRPO, equal tokens"] == ("30 x 256", "0.00012", "6.0")
+    assert sizes["VinePPO, K = 3"] == ("10 x 64", "0.00012", "1.0")
+    assert sizes["GRPO, equal responses"] == ("3 x 256", "0.00012", "1.0")
+    assert sizes["RLOO, equal seconds"] == ("7 x 256", "0.00048", "2.5")  # rather more
+    assert sizes["GRPO, equal tokens"] == ("15 x 256", "0.00012", "6.0")
     assert rows[1][5].startswith("0.823 ± ")
-    tuning = "| RLOO | 120 x 64 | 0.161 | 0.221 | 0.341 | 0.581 | 0.101 |"
+    tuning = "| RLOO | 60 x 64 | 0.161 | 0.221 | 0.341 | 0.581 | 0.101 |"
     assert tuning in page.read_text()
-    assert "| GRPO | 120 x 64 | 0.521 | 0.581 | 0.461 |  |  |" in page.read_text()
+    assert "| GRPO | 60 x 64 | 0.521 | 0.581 | 0.461 |  |  |" in page.read_text()
     for command in commands:  # each can be given to its script
         script = importlib.import_module(command[0].removesuffix(".py"))
         monkeypatch.setattr("sys.argv", command)
