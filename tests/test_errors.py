@@ -23,11 +23,13 @@ from tests.conftest import ROOT, call, call_many
 
 PAGE = os.path.join(ROOT, "docs/errors.md")
 PROBLEM = '{"prompt": "1+1=?", "answer": "2"}\n'
+SOLVED = PROBLEM.replace("}", ', "solution": "#### 2"}')
 
 # folder/train.jsonl (and validation.jsonl, if the second is not None)
 FILES: dict[str, tuple[bytes | str | None, str | None]] = {
     "good": (PROBLEM, PROBLEM.replace("1+1", "1+2")),
     "common": (PROBLEM, PROBLEM),
+    "solved": (SOLVED, SOLVED.replace("1+1", "1+2")),
     "nothing": (None, None),
     "empty": ("", None),
     "half": (PROBLEM + '{"prompt": \n', None),
@@ -185,7 +187,7 @@ CASES = [
     ("an EOS that is an ordinary token", ["--model", "FOLDER/other_eos"], "--model FOLDER/other_eos: its configuration names token 7 as EOS, which is ..."),
     ("a new EOS without a row in the embeddings", ["--model", "FOLDER/grown"], "--model FOLDER/grown: its tokenizer's EOS or BOS is token 34, its embeddings have 34 rows: call resize_token_embeddings, then save it"),
     ("weights that are missing", ["--model", "FOLDER/incomplete"], "--model FOLDER/incomplete: weights are missing: 1 (model.layers.1.mlp.up_proj.weight); the download or copy is not complete"),
-    ("weights under other names", ["--model", "FOLDER/renamed"], "--model FOLDER/renamed: weights are missing: 29 (..."),
+    ("weights under other names", ["sft.py", *JSONL, "FOLDER/solved", "--model", "FOLDER/renamed"], "--model FOLDER/renamed: weights are missing: 29 (..."),
     ("**Runs**", [], ""),
     ("an address as a folder", ["--output-dir", "s3://bucket/run"], "--output-dir s3://bucket/run: is an address; name a folder of this machine"),
     ("a folder that cannot be made", ["--output-dir", "FOLDER/good/train.jsonl/run"], "--output-dir FOLDER/good/train.jsonl/run: cannot be written to (Not a directory)"),

@@ -36,8 +36,8 @@ def follow(folder, blocks) -> None:
 def test_the_changes_apply_and_the_problems_are_written(tmp_path):
     assert [kind for kind, _ in BLOCKS] == ["bash", "diff", "diff", "python", "bash"]
     follow(tmp_path, BLOCKS[:-1])
-    do_help = [sys.executable, "batch_mean.py", "--help"]
-    subprocess.check_output(do_help, cwd=tmp_path, env=quiet_environment())
+    words = [sys.executable, "batch_mean.py", "--help"]
+    subprocess.check_output(words, cwd=tmp_path, env=quiet_environment())
 
 
 @pytest.mark.soak
