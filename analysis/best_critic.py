@@ -3,7 +3,7 @@ policy that stays as it is, so that it alone learns.
 
     python -m analysis.best_critic               docs/results.md; hours, and it can be stopped
 
-Every run is one of ppo.py from the comparison's SFT checkpoint, with its defaults but for what the
+Every run is one of ppo.py from its seed's SFT checkpoint, with its defaults but for what the
 table names (more epochs are more for the policy, too). analysis/values.py asks the last checkpoint.
 The best settings, by the explained variance within problems, are chosen on seed 1; the table shows
 other seeds, which are asked about other states.
@@ -70,7 +70,8 @@ def main(
 ) -> None:
     require(seeds and 1 not in seeds, "--seeds: name some; on seed 1 the settings are chosen")
     os.makedirs(folder, exist_ok=True)
-    make_sft(make_launcher())
+    for seed in (1, *seeds):
+        make_sft(make_launcher(), seed)
     bar = tqdm(unit="command", smoothing=0)
 
     def score(kind: str, settings: list[tuple[float, int]], seeds: tuple[int, ...]) -> list[dict]:

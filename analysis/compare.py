@@ -1,12 +1,14 @@
-"""`make compare`: every method from one SFT checkpoint, on the same number of sampled episodes.
+"""`make compare`: every method from the same SFT checkpoints, on as many sampled episodes.
 
     python -m analysis.compare                          grid and three seeds: docs/results.md
     python -m analysis.compare --seeds 1 2 3 4 5 --no-grid    five seeds at the default rates
     python -m analysis.compare --seeds 1 --no-grid --output runs/quick   one seed, kept apart
 
-Each method runs with its defaults, at each learning rate of one grid and with each seed. Where a
-method's best rate (mean over seeds of the last pass@1 on validation problems) is at an edge of the
-grid, the grid is extended there. The runs at the best rates are evaluated on the test problems.
+Each seed has an SFT checkpoint of its own, from which all methods start: equally good checkpoints
+differ in how fast they learn, more than runs from one of them do. Each method runs with its
+defaults, at each learning rate of one grid and with each seed. Where a method's best rate (mean
+over seeds of the last pass@1 on validation problems) is at an edge of the grid, the grid is
+extended there. The runs at the best rates are evaluated on the test problems.
 
 A run takes one core (or one GPU). A second call skips what is finished.
 """
@@ -35,7 +37,7 @@ from tqdm import tqdm
 import sft
 from analysis.curves import read_metrics
 from common import UsageError, data, require
-from recipes.demo import SFT, make_launcher, make_sft
+from recipes.demo import make_launcher, make_sft, sft_folder
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -118,17 +120,18 @@ def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
 def plan(wanted: list[tuple], folder: str) -> tuple[Runs, dict[str, list[str]]]:
     """({key: folder of its run}, the commands of unfinished runs, as `run_all` takes them). Raises
     UsageError where a folder's run is of another command or SFT checkpoint."""
-    with open(f"{SFT}/hf/model.safetensors", "rb") as file:
-        weights = hashlib.sha256(file.read()).hexdigest()
     runs, commands = {}, {}
     for key in wanted:
         method, rate, seed, *flags = key
+        model = f"{sft_folder(seed)}/hf"
+        with open(f"{model}/model.safetensors", "rb") as file:
+            weights = hashlib.sha256(file.read()).hexdigest()
         suffix = "".join(flags).replace("--", "-")
         name = method.removesuffix("_cheap")  # a fork's runs differ in their flags
         path = runs[key] = f"{folder}/{name}-lr{rate:g}-seed{seed}{suffix}"
         is_fork = method not in METHODS
         command = ["-m", f"experiments.{method}"] if is_fork else [f"{method}.py"]
-        command += ["--model", f"{SFT}/hf", "--output-dir", path]
+        command += ["--model", model, "--output-dir", path]
         command += ["--seed", str(seed), "--learning-rate", f"{rate:g}"]
         command += [*METHODS.get(method, ONLINE), *EVALUATION, *flags]
         origin = f"{' '.join(command)} of {weights}\n"
@@ -175,6 +178,12 @@ def evaluate(paths: list[str], name: str, options: list[str], jobs: int, bar: tq
     return scores
 
 
+def evaluate_starts(seeds: tuple[int, ...], jobs: int, bar: tqdm) -> list[float]:
+    """pass@1 of the seeds' SFT checkpoints on validation problems."""
+    options = ["--split", "validation", "--num-problems", "250", "--rounds", "4"]
+    return evaluate([sft_folder(seed) for seed in seeds], "validation", options, jobs, bar)
+
+
 # ---- reading -------------------------------------------------------------------------------------
 
 
@@ -219,13 +228,16 @@ def reach(curve: list[dict[str, float]], target: float, axis: str) -> float:
 
 
 @torch.no_grad()
-def measure_kl(curves: dict[str, list[dict[str, float]]], temperature: float = 0.6) -> None:
-    """Adds KL(policy, SFT checkpoint) to the points of {run: curve}: exact at each token of the
-    demonstrations for 100 validation problems, summed over tokens, mean over problems."""
+def measure_kl(
+    curves: dict[str, list[dict[str, float]]], start: str, temperature: float = 0.6
+) -> None:
+    """Adds KL(policy, `start`'s, the SFT checkpoint) to the points of {run: curve}: exact at each
+    token of the demonstrations for 100 validation problems, summed over tokens, mean over
+    problems."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(f"{SFT}/hf")
+    tokenizer = AutoTokenizer.from_pretrained(start)
     problems = data.load_problems("chain", "validation")[:100]
     encoded = sft.encode_solutions(problems, tokenizer, 128)
     input_ids = pad_sequence([torch.tensor(p + r) for p, r in encoded], batch_first=True)
@@ -238,7 +250,7 @@ def measure_kl(curves: dict[str, list[dict[str, float]]], temperature: float = 0
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         return torch.log_softmax(policy(input_ids).logits[mask] / temperature, dim=-1)  # (N, V)
 
-    reference = logprobs_of(f"{SFT}/hf")
+    reference = logprobs_of(start)
     for path, curve in curves.items():
         curve[0]["kl"] = 0.0
         for point in curve[1:]:
@@ -386,7 +398,7 @@ def write_results(
     curves: dict[str, list[list[dict[str, float]]]],
     best: dict[str, float],
     test: dict[str, list[float]],
-    sft: float,
+    sft: list[float],
     seeds: tuple[int, ...],
     jobs: int,
     grid: bool,
@@ -396,29 +408,34 @@ def write_results(
     for method in sorted(curves, key=lambda m: -statistics.mean(test[m])):
         runs = curves[method]
         ends = [curve[-1] for curve in runs]
+        pairs = zip(test["vineppo"], test[method], strict=True) if "vineppo" in test else []
+        lead = [ours - theirs for ours, theirs in pairs]
         rows.append(
             [
                 NAMES[method],
                 f"{best[method]:.2g}",
                 interval(test[method]),
+                interval(lead) if lead and method != "vineppo" else "",
                 spread([reach(curve, 0.6, "steps") for curve in runs], ".0f", bounds=False),
                 spread([reach(curve, 0.6, "seconds") for curve in runs], ".0f", bounds=False),
                 f"{statistics.mean(end['tokens'] for end in ends) / 1e3:,.0f}",
                 f"{statistics.mean(end['seconds'] / end['iteration'] for end in ends):.1f}",
             ]
         )
-    header = ["method", "learning rate", "test pass@1", "gradient steps to 0.6", "seconds to 0.6"]
+    header = ["method", "learning rate", "test pass@1", "VinePPO's lead"]
+    header += ["gradient steps to 0.6", "seconds to 0.6"]
     header += ["thousand tokens sampled", f"seconds for {EPISODES} episodes"]
     command = f"python -m analysis.compare --seeds {' '.join(map(str, seeds))}"
     command += "" if grid else " --no-grid"
     of_seeds = f"Seed {seeds[0]} alone: no interval"
     if len(seeds) > 1:
         of_seeds = f"The mean over seeds {', '.join(map(str, seeds))}; ±: half of a 95 % interval"
-        of_seeds += " (Student's t)"
+        of_seeds += " (Student's t). The lead: seed by seed, from the same SFT checkpoint"
     text = f"""<!-- compare -->
 Written by `{command}`, {time.strftime("%Y-%m-%d")}, on
-{describe_machine()}; {jobs} runs at a time. All start from one SFT checkpoint (test pass@1
-{sft:.3f}) and sample 20 x {EPISODES} responses, plus rollouts, with the scripts'
+{describe_machine()}; {jobs} runs at a time. Each seed has its own SFT checkpoint (test pass@1
+{spread(sft)}), from which all methods start. They sample 20 x {EPISODES}
+responses, plus rollouts, with the scripts'
 defaults{" and the best learning rate of the grid" if grid else ""}.
 
 {table(header, rows)}
@@ -521,7 +538,8 @@ def main(
     """--no-grid: the scripts' own learning rates. `output`: where results.md and .png go."""
     os.makedirs(folder, exist_ok=True)
     os.makedirs(output, exist_ok=True)
-    make_sft(make_launcher())
+    for seed in seeds:
+        make_sft(make_launcher(), seed)
     bar = tqdm(unit="run", smoothing=0)
     rates = {m: list(GRID) for m in methods}
     if not grid:
@@ -538,19 +556,21 @@ def main(
         if not grid or not sum(extend(rates[m], best[m]) for m in methods):
             break
     paths = {m: [runs[m, best[m], seed] for seed in seeds] for m in methods}
-    sft, *found = evaluate([SFT, *itertools.chain(*paths.values())], "test", [], jobs, bar)
+    starts = [sft_folder(seed) for seed in seeds]
+    found = evaluate([*starts, *itertools.chain(*paths.values())], "test", [], jobs, bar)
+    sft = [found.pop(0) for _ in seeds]
     test = {m: [found.pop(0) for _ in seeds] for m in methods}
-    options = ["--split", "validation", "--num-problems", "250", "--rounds", "4"]
-    (start,) = evaluate([SFT], "validation", options, jobs, bar)
-    curves = {m: [read_curve(path, start) for path in paths[m]] for m in methods}
+    first = evaluate_starts(seeds, jobs, bar)
+    curves = {m: [*map(read_curve, paths[m], first)] for m in methods}
     bar.set_postfix_str("KL")
-    measure_kl({path: c for m in methods for path, c in zip(paths[m], curves[m], strict=True)})
+    for i, start in enumerate(starts):
+        measure_kl({paths[m][i]: curves[m][i] for m in methods}, f"{start}/hf")
     bar.close()
     write_results(output, curves, best, test, sft, seeds, jobs, grid)
     if grid:
         write_grid(output, scores, seeds)
     with open(f"{folder}/results.json.tmp", "w") as file:  # for analysis/figures.py
-        found = {"paths": paths, "best": best, "start": start, "seeds": seeds, "curves": curves}
+        found = {"paths": paths, "best": best, "starts": first, "seeds": seeds, "curves": curves}
         json.dump(found, file)
     os.replace(f"{folder}/results.json.tmp", f"{folder}/results.json")
     draw_results(curves, f"{output}/results.png")

@@ -2,7 +2,7 @@
 
     python -m analysis.figures
 
-Makes the runs that are missing, from the same SFT checkpoint and with the same seeds: VinePPO with
+Makes the runs that are missing, from the same SFT checkpoints and with the same seeds: VinePPO with
 K = 1, 3, 9 (no sharing of rollouts), VinePPO and PPO at temperatures 0.8 and 1.0; and values.py on
 checkpoints of the VinePPO, PPO and GRPO runs. A second call skips what is finished.
 """
@@ -317,7 +317,7 @@ def main(args: Args) -> None:
     drop_engine_states(runs)
 
     def curves_of(keys: list[tuple]) -> list[list[dict]]:
-        return [read_curve(runs[key], compared["start"]) for key in keys]
+        return [*map(read_curve, [runs[key] for key in keys], compared["starts"])]
 
     of_k = {k: curves_of(keys) for k, keys in of_k.items()}
     of_temperature = {key: curves_of(keys) for key, keys in of_temperature.items()}

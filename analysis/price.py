@@ -14,9 +14,8 @@ import tyro
 from tqdm import tqdm
 
 from analysis.compare import (
-    SFT,
     describe_machine,
-    evaluate,
+    evaluate_starts,
     reach,
     read_curve,
     spread,
@@ -62,7 +61,8 @@ def main(
     jobs: int = min(2, os.cpu_count() or 1),
 ) -> None:
     os.makedirs(folder, exist_ok=True)
-    make_sft(make_launcher())
+    for seed in seeds:
+        make_sft(make_launcher(), seed)
     bar = tqdm(unit="run", smoothing=0)
     keys = {
         (name, rate, seed): (script, rate, seed, *flags)
@@ -71,12 +71,12 @@ def main(
         for seed in seeds
     }
     runs = train(list(keys.values()), folder, jobs, bar)
-    options = ["--split", "validation", "--num-problems", "250", "--rounds", "4"]
-    (start,) = evaluate([SFT], "validation", options, jobs, bar)
+    starts = evaluate_starts(seeds, jobs, bar)
     bar.close()
     rows = []
     for name, (_, _, rates) in SCHEMES.items():
-        of_rate = {r: [read_curve(runs[keys[name, r, s]], start) for s in seeds] for r in rates}
+        paths = {r: [runs[keys[name, r, s]] for s in seeds] for r in rates}
+        of_rate = {r: [*map(read_curve, paths[r], starts)] for r in rates}
 
         def price(rate, of_rate=of_rate):
             tokens = [reach(curve, target, "tokens") for curve in of_rate[rate]]

@@ -27,11 +27,16 @@ def make_launcher() -> list[str]:
     return [torchrun, "--standalone", "--nproc-per-node", str(ranks)]
 
 
-def make_sft(launcher: list[str]) -> None:
+def sft_folder(seed: int) -> str:
+    return SFT if seed == 1 else f"{SFT}-seed{seed}"
+
+
+def make_sft(launcher: list[str], seed: int = 1) -> None:
     """The SFT checkpoint with sft.py's defaults, unless it is there; goes on with half a one."""
-    if not os.path.exists(f"{SFT}/finished"):
-        started = os.path.exists(f"{SFT}/args.json")
-        call(launcher, "sft.py", "--output-dir", SFT, "--resume", "auto" if started else "no")
+    folder = sft_folder(seed)
+    if not os.path.exists(f"{folder}/finished"):
+        resume = "auto" if os.path.exists(f"{folder}/args.json") else "no"
+        call(launcher, "sft.py", "--output-dir", folder, "--seed", str(seed), "--resume", resume)
 
 
 def call(launcher: list[str], *arguments: str) -> None:

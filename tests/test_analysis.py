@@ -16,6 +16,7 @@ import ppo
 from analysis import best_critic, compare, gradient
 from analysis.exact import DIGITS, OPS, exact_values, read_digits, read_prompt
 from common import UsageError, data, steps
+from recipes import demo
 from tasks import chain
 
 
@@ -203,18 +204,20 @@ def test_results_keep_what_is_written_around_them(tmp_path):
     curves = made_up_curves(("vineppo",)) | made_up_curves(("ppo", "grpo"), 0.5)
     curves["ppo"][0] = made_up_curves(("ppo",), 0.6)["ppo"][0]
     best = {method: 0.1 for method in curves}
-    test = {"vineppo": [0.6, 0.8], "ppo": [0.4, 0.6], "grpo": [0.5, 0.7]}
-    arguments = (curves, best, test, 0.1, (1, 2), 2)
+    test = {"vineppo": [0.6, 0.8], "ppo": [0.4, 0.7], "grpo": [0.5, 0.7]}
+    arguments = (curves, best, test, [0.1, 0.2], (1, 2), 2)
     compare.write_results(str(tmp_path), *arguments, True)
     page = (tmp_path / "results.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     assert rows[1:] == [  # best first
-        "| VinePPO | 0.1 | 0.700 ± 1.271 | 7 | 13 | 8,000 | 2.0 |",
-        "| GRPO | 0.1 | 0.600 ± 1.271 | never | never | 8,000 | 2.0 |",
-        "| PPO | 0.1 | 0.500 ± 1.271 | 8, 1 of 2 never | 16, 1 of 2 never | 8,000 | 2.0 |",
+        "| VinePPO | 0.1 | 0.700 ± 1.271 |  | 7 | 13 | 8,000 | 2.0 |",
+        "| GRPO | 0.1 | 0.600 ± 1.271 | 0.100 ± 0.000 | never | never | 8,000 | 2.0 |",
+        "| PPO | 0.1 | 0.550 ± 1.906 | 0.150 ± 0.635 "
+        "| 8, 1 of 2 never | 16, 1 of 2 never | 8,000 | 2.0 |",
     ]
     assert "same seed's\nPPO 0.83, never.\n" in page  # GRPO never gets there
     assert "likewise: steps 0.83, 0.67; seconds 0.83, 0.67.\n" in page
+    assert "(test pass@1\n0.150 (0.100 to 0.200)), from which" in page
     assert "over seeds 1, 2; ±" in page and "--seeds 1 2`" in page
     page = page.replace("# The methods, compared", "# Mine") + "end\n"
     (tmp_path / "results.md").write_text(page)
@@ -222,16 +225,16 @@ def test_results_keep_what_is_written_around_them(tmp_path):
     assert (tmp_path / "results.md").read_text() == page
     one = {method: runs[1:] for method, runs in curves.items()}
     test = {method: scores[1:] for method, scores in test.items()}
-    compare.write_results(str(tmp_path), one, best, test, 0.1, (2,), 2, False)
+    compare.write_results(str(tmp_path), one, best, test, [0.1], (2,), 2, False)
     page = (tmp_path / "results.md").read_text()
     assert "Seed 2 alone: no interval.\n" in page and "--seeds 2 --no-grid`" in page
-    assert "| VinePPO | 0.1 | 0.800 | 7 |" in page and "±" not in page
+    assert "| VinePPO | 0.1 | 0.800 |  | 7 |" in page and "±" not in page
 
 
 def test_a_comparison_without_a_grid_leaves_that_of_another(tmp_path):
     curves, scores = made_up_curves(("ppo",)), {"ppo": {0.1: [0.7, 0.6], 0.2: [0.5, 0.6]}}
     compare.write_grid(str(tmp_path), scores | {"grpo": {0.2: [0.3, 0.5]}}, (1, 2))
-    arguments = (curves, {"ppo": 0.1}, {"ppo": [0.6, 0.8]}, 0.1, (3, 4), 2, False)
+    arguments = (curves, {"ppo": 0.1}, {"ppo": [0.6, 0.8]}, [0.1, 0.1], (3, 4), 2, False)
     compare.write_results(str(tmp_path), *arguments)
     page = (tmp_path / "results.md").read_text()
     assert (
@@ -239,7 +242,7 @@ def test_a_comparison_without_a_grid_leaves_that_of_another(tmp_path):
         in page
     )
     assert "over seeds 1, 2.\n" in page and "over seeds 3, 4; ±" in page
-    assert "VinePPO" not in page
+    assert "| PPO | 0.1 | 0.700 ± 1.271 |  | 7 |" in page and "same seed's" not in page
 
 
 def test_figures_of_the_comparison(tmp_path, monkeypatch):
@@ -267,8 +270,31 @@ def test_figures_of_the_comparison(tmp_path, monkeypatch):
     assert (tmp_path / "results.png").stat().st_size > 10_000
 
 
+def test_each_seed_starts_from_its_own_checkpoint(tmp_path, monkeypatch):
+    """All methods of a seed from the same; curves, too, begin with that seed's."""
+    monkeypatch.chdir(tmp_path)
+    called = []
+    monkeypatch.setattr(demo, "call", lambda _, *words: called.append(words))
+    for seed, folder in ((1, "runs/sft"), (2, "runs/sft-seed2")):
+        demo.make_sft([], seed)
+        words = "--output-dir", folder, "--seed", str(seed), "--resume", "no"
+        assert called.pop() == ("sft.py", *words)
+        os.makedirs(f"{folder}/hf")
+        for name in ("hf/model.safetensors", "finished"):
+            (tmp_path / folder / name).write_text(str(seed))
+        (tmp_path / folder / "validation.json").write_text(json.dumps({"pass@1": seed / 10}))
+        demo.make_sft([], seed)
+        assert not called
+    wanted = [(method, 6e-5, seed) for method in ("grpo", "ppo") for seed in (1, 2)]
+    _, commands = compare.plan(wanted, str(tmp_path))
+    models = [command[command.index("--model") + 1] for command in commands.values()]
+    assert models == ["runs/sft/hf", "runs/sft-seed2/hf"] * 2
+    monkeypatch.setattr(compare, "run_all", lambda *_: None)
+    assert compare.evaluate_starts((1, 2), 1, None) == [0.1, 0.2]
+
+
 def test_runs_of_another_origin_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "SFT", str(tmp_path))
+    monkeypatch.setattr(compare, "sft_folder", lambda seed: str(tmp_path))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model.safetensors").write_bytes(b"weights")
     called = []
@@ -287,7 +313,7 @@ def test_runs_of_another_origin_are_refused(tmp_path, monkeypatch):
 
 
 def test_a_fork_runs_as_a_module_and_its_runs_keep_their_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "SFT", str(tmp_path))
+    monkeypatch.setattr(compare, "sft_folder", lambda seed: str(tmp_path))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model.safetensors").write_bytes(b"weights")
     flags = ("--no-share-rollouts", "--k", "3")
@@ -333,7 +359,7 @@ def test_the_best_critic_is_chosen_on_one_seed_and_shown_on_others(tmp_path, mon
 
     monkeypatch.setattr(best_critic, "train", pretend_train)
     monkeypatch.setattr(best_critic, "run_all", pretend_run_all)
-    monkeypatch.setattr(best_critic, "make_sft", lambda launcher: None)
+    monkeypatch.setattr(best_critic, "make_sft", lambda launcher, seed: None)
     with pytest.raises(UsageError, match="on seed 1 the settings are chosen"):
         best_critic.main((1, 2))
     best_critic.main((2, 3), folder=str(tmp_path / "critic"), output=str(page))
