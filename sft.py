@@ -33,9 +33,9 @@ class Args(flags.Model, flags.Run):
     """the run's folder; the trained model is in its hf/"""
 
     # optimisation
-    num_epochs: float = 0.72
-    """training passes over the problems (0.72 of 40,000 are 450 steps)"""
-    batch_size: int = 64
+    num_epochs: float = 0.6
+    """training passes over the problems (0.6 of 40,000 are 750 steps)"""
+    batch_size: int = 32
     """problems per gradient step, over all ranks (processes)"""
     micro_batch_tokens: int = 8192
     """tokens of one forward pass on a rank, a micro-batch; fewer need less memory, same results"""

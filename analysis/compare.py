@@ -4,11 +4,11 @@
     python -m analysis.compare --seeds 1 2 3 4 5 --no-grid    five seeds at the default rates
     python -m analysis.compare --seeds 1 --no-grid --output runs/quick   one seed, kept apart
 
-Each seed has an SFT checkpoint of its own, from which all methods start: equally good checkpoints
-differ in how fast they learn, more than runs from one of them do. Each method runs with its
-defaults, at each learning rate of one grid and with each seed. Where a method's best rate (mean
-over seeds of the last pass@1 on validation problems) is at an edge of the grid, the grid is
-extended there. The runs at the best rates are evaluated on the test problems.
+Each seed has an SFT checkpoint of its own, from which all methods start: so an interval over seeds
+contains what differs between checkpoints. Each method runs with its defaults, at each learning rate
+of one grid and with each seed. Where a method's best rate (mean over seeds of the last pass@1 on
+validation problems) is at an edge of the grid, the grid is extended there. The runs at the best
+rates are evaluated on the test problems.
 
 A run takes one core (or one GPU). A second call skips what is finished.
 """

@@ -7,7 +7,8 @@ tokens or seconds as VinePPO took, from the map's checkpoints.
 VinePPO runs with K = 3 and its defaults, at its best learning rate. GRPO and RLOO get, for each
 budget, the best rate and the best number of prompts of an iteration (PROMPTS): more prompts of
 fewer iterations, or fewer of more. Where a best rate is at an edge of RATES, they are extended
-there. All is chosen on seed 1; the table has the seeds behind it.
+there. All is chosen on seed 1; the table has the seeds behind it. All start from the setting's SFT
+checkpoint of seed 1, so the intervals leave out what differs between checkpoints.
 """
 
 import math
@@ -143,7 +144,7 @@ def main(
     text = f"""{START}
 Written by `python -m analysis.corners`. {describe_machine()}; seeds
 {", ".join(map(str, seeds))}: mean ± half of a 95 % interval (Student's t) of the last pass@1 on 250
-validation problems, 4 responses each.
+validation problems, 4 responses each, all from one SFT checkpoint of each setting.
 
 {table([*header, "pass@1"], rows)}
 How they were chosen: pass@1 by learning rate, seed 1.

@@ -272,6 +272,8 @@ def main(args: Args) -> None:
     )
     with open(path) as file:
         compared = json.load(file)
+    older = f"{path} is of an older version: remove {args.folder}, then compare again"
+    require("starts" in compared, older)
     paths, best, seeds = compared["paths"], compared["best"], compared["seeds"]
     methods = {*STATES_OF.values()}
     require(methods <= paths.keys(), f"{args.folder} lacks runs of one of {', '.join(methods)}")

@@ -13,7 +13,9 @@ import time
 import torch
 import tyro
 
+import sft
 from analysis.curves import draw_curves
+from common import require
 
 SFT = "runs/sft"
 SETTINGS = ["--k", "3", "--num-iterations", "40"]
@@ -31,12 +33,21 @@ def sft_folder(seed: int) -> str:
     return SFT if seed == 1 else f"{SFT}-seed{seed}"
 
 
-def make_sft(launcher: list[str], seed: int = 1) -> None:
-    """The SFT checkpoint with sft.py's defaults, unless it is there; goes on with half a one."""
+def make_sft(launcher: list[str], seed: int) -> None:
+    """The SFT checkpoint with sft.py's defaults, unless it is there; goes on with half a one.
+    Raises UsageError where one of other settings is there."""
     folder = sft_folder(seed)
     if not os.path.exists(f"{folder}/finished"):
         resume = "auto" if os.path.exists(f"{folder}/args.json") else "no"
         call(launcher, "sft.py", "--output-dir", folder, "--seed", str(seed), "--resume", resume)
+    with open(f"{folder}/args.json") as file:
+        made = json.load(file)
+    for name in ("seed", "num_epochs", "batch_size", "learning_rate"):
+        flag, wanted = name.replace("_", "-"), getattr(sft.Args(seed=seed), name)
+        require(
+            made[name] == wanted,
+            f"{folder} was made with --{flag} {made[name]}, not {wanted}: move it away",
+        )
 
 
 def call(launcher: list[str], *arguments: str) -> None:
@@ -54,10 +65,11 @@ def main(seed: int = 1) -> None:
         with open(output) as file:
             return json.load(file)
 
-    make_sft(torchrun)
-    before = evaluate(f"{SFT}/hf", f"{folder}/before.json")
+    make_sft(torchrun, seed)
+    model = f"{sft_folder(seed)}/hf"
+    before = evaluate(model, f"{folder}/before.json")
     start = time.time()
-    train = ["--seed", str(seed), "--model", f"{SFT}/hf", "--output-dir", f"{folder}/train"]
+    train = ["--seed", str(seed), "--model", model, "--output-dir", f"{folder}/train"]
     call(torchrun, "vineppo.py", *train, *SETTINGS)
     seconds = time.time() - start
     after = evaluate(f"{folder}/train/hf", f"{folder}/after.json")

@@ -24,7 +24,8 @@ SFT=(
   --model "$BASE"
   --num-epochs 3                           # App. C.3
   --warmup-fraction 0.06                   # App. C.3 (official: 2 epochs, 0.03)
-  --learning-rate "$SFT_LEARNING_RATE"     # batches of 64 (App. C.3) are the default
+  --learning-rate "$SFT_LEARNING_RATE"
+  --batch-size 64                          # App. C.3
   # App. C.3: the best checkpoint on validation, there by accuracy, here by loss, of each epoch's
   --save-every "$SFT_STEPS_OF_AN_EPOCH" --eval-every "$SFT_STEPS_OF_AN_EPOCH" --eval-problems 500
 )

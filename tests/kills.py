@@ -32,7 +32,7 @@ SCRIPTS = {
     "rloo.py": NO_K,
     "restem.py": [*EVAL, *RESTEM, "--update-epochs", "2", "--eval-every", "3"],
     "dpo_pos.py": [*EVAL, *DPO, "--save-every", "3", "--eval-every", "4"],
-    "sft.py": ["--num-epochs", "0.02", "--save-every", "4", "--eval-every", "5"],
+    "sft.py": ["--num-epochs", "0.01", "--save-every", "4", "--eval-every", "5"],
 }
 
 

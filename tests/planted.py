@@ -807,7 +807,7 @@ PLANTED = [
     ),
     Planted(
         "sft.py",
-        "the validation loss is divided by the batch size instead of the number of validation problems (twice too large at the defaults)",
+        "the validation loss is divided by the batch size instead of the number of validation problems (four times too large at the defaults)",
         "compute_loss(eval_batch.take(rows), len(eval_sequences))",
         "compute_loss(eval_batch.take(rows), args.batch_size)",
     ),

@@ -1,5 +1,6 @@
 """Exact values against chains that are played out; the comparison's readings of a run."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ from matplotlib import pyplot as plt
 from transformers import LlamaForCausalLM
 
 import ppo
+import sft
 from analysis import best_critic, compare, gradient
 from analysis.exact import DIGITS, OPS, exact_values, read_digits, read_prompt
 from common import UsageError, data, steps
@@ -276,15 +278,21 @@ def test_each_seed_starts_from_its_own_checkpoint(tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(demo, "call", lambda _, *words: called.append(words))
     for seed, folder in ((1, "runs/sft"), (2, "runs/sft-seed2")):
-        demo.make_sft([], seed)
+        with pytest.raises(FileNotFoundError):  # nothing is made here
+            demo.make_sft([], seed)
         words = "--output-dir", folder, "--seed", str(seed), "--resume", "no"
         assert called.pop() == ("sft.py", *words)
         os.makedirs(f"{folder}/hf")
         for name in ("hf/model.safetensors", "finished"):
             (tmp_path / folder / name).write_text(str(seed))
         (tmp_path / folder / "validation.json").write_text(json.dumps({"pass@1": seed / 10}))
+        made = dataclasses.asdict(sft.Args(seed=seed))
+        (tmp_path / folder / "args.json").write_text(json.dumps(made))
         demo.make_sft([], seed)
         assert not called
+        (tmp_path / folder / "args.json").write_text(json.dumps(made | {"batch_size": 64}))
+        with pytest.raises(UsageError, match=f"{folder} was made with --batch-size 64, not 32: "):
+            demo.make_sft([], seed)
     wanted = [(method, 6e-5, seed) for method in ("grpo", "ppo") for seed in (1, 2)]
     _, commands = compare.plan(wanted, str(tmp_path))
     models = [command[command.index("--model") + 1] for command in commands.values()]

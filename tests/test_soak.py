@@ -54,9 +54,12 @@ def pass_at_1(model, output) -> float:
 
 
 def test_sft_checkpoint_is_in_its_range(embedded, tmp_path):
+    """The teacher's entropy is 0.704 nats a token. Where a loss of 0.72 remained, facts that it
+    always gets right were not learnt yet, and the same training from there ended at 0.4."""
     found = pass_at_1(embedded, tmp_path / "result.json")
-    print(f"\nSFT: pass@1 {found:.3f}")
-    assert 0.08 <= found <= 0.15
+    loss = read_jsonl(f"{embedded.parent}/metrics.jsonl")[-1]["eval/loss"]
+    print(f"\nSFT: pass@1 {found:.3f}, loss {loss:.4f}")
+    assert 0.08 <= found <= 0.15 and loss < 0.712
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -125,7 +128,7 @@ def test_a_sigterm_that_one_rank_gets_ends_all_of_them(sft_model, tmp_path):
 
 def test_the_seed_decides_the_initial_weights(tmp_path):
     """After a tiny step the weights are still those that were drawn."""
-    options = ["--num-epochs", "0.0016", "--learning-rate", "1e-12", "--eval-every", "0"]
+    options = ["--num-epochs", "0.0008", "--learning-rate", "1e-12", "--eval-every", "0"]
     call("sft.py", "--seed", "2", *options, "--output-dir", str(tmp_path))
     torch.manual_seed(2)
     config = chain.make_model_config(chain.make_tokenizer())
@@ -312,7 +315,7 @@ def test_a_folder_that_is_not_shared_is_refused(sft_model, tmp_path):
 def test_defaults_on_any_number_of_ranks(script, ranks, embedded, tmp_path):
     """The method also learns something: pass@1 on validation problems is above 0.13 at least once.
     (The SFT checkpoint's is 0.10; what each method reaches is in docs/results.md.) PPO takes
-    seed 2: with seed 1 on two ranks, its policy collapses (docs/reliability.md)."""
+    seed 2: with seed 1 on two ranks, its policy once collapsed (docs/reliability.md)."""
     model, folder = str(embedded), str(tmp_path / "run")
     seed = "2" if script == "ppo" else "1"
     call(f"{script}.py", "--seed", seed, "--model", model, "--output-dir", folder, ranks=ranks)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import ppo
 from analysis import credit, critic, figures, gradient, values
 from analysis.exact import exact_values, read_digits, read_prompt
-from common import data, ranks
+from common import UsageError, data, ranks
 from common import steps as steps_module
 from common.sampling import Sample
 from tasks import chain
@@ -509,3 +509,6 @@ def test_figures_without_runs(tmp_path):
     result = call("-m", "analysis.figures", "--folder", str(tmp_path), fails=True)
     assert "results.json: no such file; `make compare` (or compare-quick) makes it" in result.stderr
     assert "Traceback" not in result.stderr
+    (tmp_path / "results.json").write_text('{"start": 0.1}')  # one for all seeds
+    with pytest.raises(UsageError, match="is of an older version: remove"):
+        figures.main(figures.Args(folder=str(tmp_path)))

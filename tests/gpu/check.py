@@ -60,7 +60,7 @@ def start_report():
 def checkpoint(tmp_path_factory):
     """A third of the embedded task's SFT, in bfloat16."""
     folder = tmp_path_factory.mktemp("sft")
-    call("sft.py", "--num-epochs", "0.24", "--output-dir", str(folder))
+    call("sft.py", "--num-epochs", "0.2", "--output-dir", str(folder))
     return str(folder / "hf")
 
 
