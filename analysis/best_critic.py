@@ -101,8 +101,8 @@ def main(
     text = f"""<!-- critic -->
 Written by `python -m analysis.best_critic`. {describe_machine()}; seeds
 {", ".join(map(str, seeds))}, each from its own SFT checkpoint: mean ± half of a 95 % interval
-(Student's t), {STATES} states of {PROMPTS} training problems each. Rows with ppo.py's defaults, and with the best
-of the grid below (if it is another).
+(Student's t), {STATES} states of {PROMPTS} training problems each. Rows with ppo.py's
+defaults, and with the best of the grid below (if it is another).
 *Within problems*: explained variance after each problem's mean is removed. (After 12,800 responses
 the critic has seen 1,600 of the 4,000 problems that it is asked about.)
 

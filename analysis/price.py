@@ -103,8 +103,9 @@ def main(
     text = f"""{START}
 Written by `python -m analysis.price`, {time.strftime("%Y-%m-%d")}. {describe_machine()}; {jobs}
 runs at a time, {threads_of_a_run(jobs)} of {os.cpu_count()} cores each. Seeds
-{", ".join(map(str, seeds))}, each from its own SFT checkpoint: mean (lowest to highest); tokens and seconds of those that reach
-{target}, without evaluation (RestEM: with). pass@1: 250 validation problems, 4 responses,
+{", ".join(map(str, seeds))}, each from its own SFT checkpoint: mean (lowest to
+highest); tokens and seconds of those that reach {target}, without evaluation (RestEM: with).
+pass@1: 250 validation problems, 4 responses,
 temperature 0.35, every second iteration, interpolated (RestEM: 320 responses to the problems that
 choose its checkpoint). 20 iterations unless said.
 
