@@ -70,8 +70,7 @@ def main(
 ) -> None:
     require(seeds and 1 not in seeds, "--seeds: name some; on seed 1 the settings are chosen")
     os.makedirs(folder, exist_ok=True)
-    for seed in (1, *seeds):
-        make_sft(make_launcher(), seed)
+    make_sft(make_launcher(), 1, *seeds)
     bar = tqdm(unit="command", smoothing=0)
 
     def score(kind: str, settings: list[tuple[float, int]], seeds: tuple[int, ...]) -> list[dict]:

@@ -1,4 +1,4 @@
-"""`make compare`: every method from the same SFT checkpoints, on as many sampled episodes.
+"""`make compare`: every method from the same SFT checkpoints, on the same number of episodes.
 
     python -m analysis.compare                          grid and three seeds: docs/results.md
     python -m analysis.compare --seeds 1 2 3 4 5 --no-grid    five seeds at the default rates
@@ -120,12 +120,13 @@ def run_all(commands: dict[str, list[str]], jobs: int, bar: tqdm) -> None:
 def plan(wanted: list[tuple], folder: str) -> tuple[Runs, dict[str, list[str]]]:
     """({key: folder of its run}, the commands of unfinished runs, as `run_all` takes them). Raises
     UsageError where a folder's run is of another command or SFT checkpoint."""
-    runs, commands = {}, {}
+    runs, commands, weights = {}, {}, {}
     for key in wanted:
         method, rate, seed, *flags = key
         model = f"{sft_folder(seed)}/hf"
-        with open(f"{model}/model.safetensors", "rb") as file:
-            weights = hashlib.sha256(file.read()).hexdigest()
+        if seed not in weights:
+            with open(f"{model}/model.safetensors", "rb") as file:
+                weights[seed] = hashlib.sha256(file.read()).hexdigest()
         suffix = "".join(flags).replace("--", "-")
         name = method.removesuffix("_cheap")  # a fork's runs differ in their flags
         path = runs[key] = f"{folder}/{name}-lr{rate:g}-seed{seed}{suffix}"
@@ -134,7 +135,7 @@ def plan(wanted: list[tuple], folder: str) -> tuple[Runs, dict[str, list[str]]]:
         command += ["--model", model, "--output-dir", path]
         command += ["--seed", str(seed), "--learning-rate", f"{rate:g}"]
         command += [*METHODS.get(method, ONLINE), *EVALUATION, *flags]
-        origin = f"{' '.join(command)} of {weights}\n"
+        origin = f"{' '.join(command)} of {weights[seed]}\n"
         if os.path.exists(f"{path}.origin"):
             with open(f"{path}.origin") as file:
                 same = file.read() == origin
@@ -231,9 +232,9 @@ def reach(curve: list[dict[str, float]], target: float, axis: str) -> float:
 def measure_kl(
     curves: dict[str, list[dict[str, float]]], start: str, temperature: float = 0.6
 ) -> None:
-    """Adds KL(policy, `start`'s, the SFT checkpoint) to the points of {run: curve}: exact at each
-    token of the demonstrations for 100 validation problems, summed over tokens, mean over
-    problems."""
+    """Adds KL(policy, SFT checkpoint) to the points of {run: curve}; `start`: that checkpoint.
+    Exact at each token of the demonstrations for 100 validation problems, summed over tokens, mean
+    over problems."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
@@ -404,25 +405,24 @@ def write_results(
     grid: bool,
 ) -> None:
     """The block `compare` of results.md; what stands around it stays."""
-    rows = []
+    rows, ours = [], test.get("vineppo", [])
     for method in sorted(curves, key=lambda m: -statistics.mean(test[m])):
         runs = curves[method]
         ends = [curve[-1] for curve in runs]
-        pairs = zip(test["vineppo"], test[method], strict=True) if "vineppo" in test else []
-        lead = [ours - theirs for ours, theirs in pairs]
+        lead = [a - b for a, b in zip(ours, test[method], strict=True)] if ours else []
         rows.append(
             [
                 NAMES[method],
                 f"{best[method]:.2g}",
                 interval(test[method]),
-                interval(lead) if lead and method != "vineppo" else "",
+                *(["" if method == "vineppo" else interval(lead)] if ours else []),
                 spread([reach(curve, 0.6, "steps") for curve in runs], ".0f", bounds=False),
                 spread([reach(curve, 0.6, "seconds") for curve in runs], ".0f", bounds=False),
                 f"{statistics.mean(end['tokens'] for end in ends) / 1e3:,.0f}",
                 f"{statistics.mean(end['seconds'] / end['iteration'] for end in ends):.1f}",
             ]
         )
-    header = ["method", "learning rate", "test pass@1", "VinePPO's lead"]
+    header = ["method", "learning rate", "test pass@1", *["VinePPO's lead"] * bool(ours)]
     header += ["gradient steps to 0.6", "seconds to 0.6"]
     header += ["thousand tokens sampled", f"seconds for {EPISODES} episodes"]
     command = f"python -m analysis.compare --seeds {' '.join(map(str, seeds))}"
@@ -430,7 +430,8 @@ def write_results(
     of_seeds = f"Seed {seeds[0]} alone: no interval"
     if len(seeds) > 1:
         of_seeds = f"The mean over seeds {', '.join(map(str, seeds))}; ±: half of a 95 % interval"
-        of_seeds += " (Student's t). The lead: seed by seed, from the same SFT checkpoint"
+        of_seeds += " (Student's t)"
+        of_seeds += ". The lead: seed by seed, from the same SFT checkpoint" if ours else ""
     text = f"""<!-- compare -->
 Written by `{command}`, {time.strftime("%Y-%m-%d")}, on
 {describe_machine()}; {jobs} runs at a time. Each seed has its own SFT checkpoint (test pass@1
@@ -538,8 +539,7 @@ def main(
     """--no-grid: the scripts' own learning rates. `output`: where results.md and .png go."""
     os.makedirs(folder, exist_ok=True)
     os.makedirs(output, exist_ok=True)
-    for seed in seeds:
-        make_sft(make_launcher(), seed)
+    make_sft(make_launcher(), *seeds)
     bar = tqdm(unit="run", smoothing=0)
     rates = {m: list(GRID) for m in methods}
     if not grid:

@@ -61,8 +61,7 @@ def main(
     jobs: int = min(2, os.cpu_count() or 1),
 ) -> None:
     os.makedirs(folder, exist_ok=True)
-    for seed in seeds:
-        make_sft(make_launcher(), seed)
+    make_sft(make_launcher(), *seeds)
     bar = tqdm(unit="run", smoothing=0)
     keys = {
         (name, rate, seed): (script, rate, seed, *flags)

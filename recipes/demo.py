@@ -33,21 +33,23 @@ def sft_folder(seed: int) -> str:
     return SFT if seed == 1 else f"{SFT}-seed{seed}"
 
 
-def make_sft(launcher: list[str], seed: int) -> None:
-    """The SFT checkpoint with sft.py's defaults, unless it is there; goes on with half a one.
-    Raises UsageError where one of other settings is there."""
-    folder = sft_folder(seed)
-    if not os.path.exists(f"{folder}/finished"):
-        resume = "auto" if os.path.exists(f"{folder}/args.json") else "no"
-        call(launcher, "sft.py", "--output-dir", folder, "--seed", str(seed), "--resume", resume)
-    with open(f"{folder}/args.json") as file:
-        made = json.load(file)
-    for name in ("seed", "num_epochs", "batch_size", "learning_rate"):
-        flag, wanted = name.replace("_", "-"), getattr(sft.Args(seed=seed), name)
-        require(
-            made[name] == wanted,
-            f"{folder} was made with --{flag} {made[name]}, not {wanted}: move it away",
-        )
+def make_sft(launcher: list[str], *seeds: int) -> None:
+    """The seeds' SFT checkpoints with sft.py's defaults, unless they are there; goes on with half a
+    one. Raises UsageError where one of other settings is there."""
+    for seed in seeds:
+        folder = sft_folder(seed)
+        if not os.path.exists(f"{folder}/finished"):
+            resume = "auto" if os.path.exists(f"{folder}/args.json") else "no"
+            options = ["--output-dir", folder, "--seed", str(seed), "--resume", resume]
+            call(launcher, "sft.py", *options)
+        with open(f"{folder}/args.json") as file:
+            made = json.load(file)
+        for name in ("seed", "num_epochs", "batch_size", "learning_rate"):
+            flag, wanted = name.replace("_", "-"), getattr(sft.Args(seed=seed), name)
+            require(
+                made[name] == wanted,
+                f"{folder} was made with --{flag} {made[name]}, not {wanted}: move it away",
+            )
 
 
 def call(launcher: list[str], *arguments: str) -> None:

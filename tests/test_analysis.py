@@ -244,7 +244,7 @@ def test_a_comparison_without_a_grid_leaves_that_of_another(tmp_path):
         in page
     )
     assert "over seeds 1, 2.\n" in page and "over seeds 3, 4; ±" in page
-    assert "| PPO | 0.1 | 0.700 ± 1.271 |  | 7 |" in page and "same seed's" not in page
+    assert "| PPO | 0.1 | 0.700 ± 1.271 | 7 |" in page and "VinePPO" not in page
 
 
 def test_figures_of_the_comparison(tmp_path, monkeypatch):
@@ -367,7 +367,7 @@ def test_the_best_critic_is_chosen_on_one_seed_and_shown_on_others(tmp_path, mon
 
     monkeypatch.setattr(best_critic, "train", pretend_train)
     monkeypatch.setattr(best_critic, "run_all", pretend_run_all)
-    monkeypatch.setattr(best_critic, "make_sft", lambda launcher, seed: None)
+    monkeypatch.setattr(best_critic, "make_sft", lambda launcher, *seeds: None)
     with pytest.raises(UsageError, match="on seed 1 the settings are chosen"):
         best_critic.main((1, 2))
     best_critic.main((2, 3), folder=str(tmp_path / "critic"), output=str(page))
