@@ -441,10 +441,9 @@ defaults{" and the best learning rate of the grid" if grid else ""}.
 
 {table(header, rows)}
 {of_seeds}.
-Means leave out seeds that never reach 0.6, so these rows look better than they are. Test: 500
-problems, 16 responses each; 0.6: 250 validation problems, 4 each, interpolated; temperature 0.35.
-Seconds and tokens exclude evaluation, except for RestEM, whose training stops by it (most of its
-tokens).
+Means omit seeds that never reach 0.6, which flatters those rows. Test: 500 problems, 16 responses
+each; 0.6: 250 validation problems, 4 each, interpolated; temperature 0.35. Seconds and tokens
+exclude evaluation, except RestEM's, which decides when to stop (most of its tokens).
 
 {compare_pairs(curves)}![pass@1 by steps and seconds](results.png)
 
@@ -469,8 +468,8 @@ def compare_pairs(curves: dict[str, list[list[dict[str, float]]]]) -> str:
     there = {m: theirs for m, theirs in to_06.items() if min(theirs) < float("inf")}
     if there:
         of_method = [f"{NAMES[m]} {shares(ours, theirs)}" for m, theirs in there.items()]
-        text += "VinePPO's gradient steps to 0.6, divided by those of the same seed's\n"
-        text += f"{'; '.join(of_method)}.\n"
+        text += "VinePPO's gradient steps to 0.6 over the other method's, seed by seed:\n"
+        text += f"{'; '.join(of_method)} (never: the other does not reach it).\n"
     if "ppo" in curves:
         peaks = [max(point["pass@1"] for point in curve) for curve in curves["ppo"]]
         of_axis = []
@@ -480,7 +479,7 @@ def compare_pairs(curves: dict[str, list[list[dict[str, float]]]]) -> str:
                 for m in ("vineppo", "ppo")
             )
             of_axis.append(f"{axis} {shares(ours, theirs)}")
-        text += f"VinePPO to the best pass@1 of that seed's PPO, likewise: {'; '.join(of_axis)}.\n"
+        text += f"To the best pass@1 of that seed's PPO, over PPO's: {'; '.join(of_axis)}.\n"
     return text + "\n"
 
 
