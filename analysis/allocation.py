@@ -245,7 +245,7 @@ def main(
             measure(key, values, smoothing)
 
     print(f"\nPlain, K = 9: cosine {show(cosines[PLAIN])},")
-    print(f"{tokens[PLAIN] / batches:,.0f} tokens an iteration.\n")
+    print(f"{tokens[PLAIN] / batches:,.0f} tokens per iteration.\n")
     print(make_table(tokens, cosines))
 
 

@@ -441,9 +441,9 @@ defaults{" and the best learning rate of the grid" if grid else ""}.
 
 {table(header, rows)}
 {of_seeds}.
-Means omit seeds that never reach 0.6, which flatters those rows. Test: 500 problems, 16 responses
-each; 0.6: 250 validation problems, 4 each, interpolated; temperature 0.35. Seconds and tokens
-exclude evaluation, except RestEM's, which decides when to stop (most of its tokens).
+Means to 0.6 omit seeds that never reach it, which flatters such rows. Test: 500 problems, 16
+responses each; 0.6: 250 validation problems, 4 each, interpolated; temperature 0.35. Seconds and
+tokens exclude evaluation, except RestEM's, which decides when to stop (most of its tokens).
 
 {compare_pairs(curves)}![pass@1 by steps and seconds](results.png)
 
@@ -479,7 +479,8 @@ def compare_pairs(curves: dict[str, list[list[dict[str, float]]]]) -> str:
                 for m in ("vineppo", "ppo")
             )
             of_axis.append(f"{axis} {shares(ours, theirs)}")
-        text += f"To the best pass@1 of that seed's PPO, over PPO's: {'; '.join(of_axis)}.\n"
+        text += "VinePPO's to the best pass@1 of the same seed's PPO, over PPO's: "
+        text += f"{'; '.join(of_axis)}.\n"
     return text + "\n"
 
 

@@ -24,14 +24,14 @@ CPU = torch.device("cpu")
 )
 def test_the_trainer_s_checks_hold_here(check, dtype):
     rows = check(CPU, dtype)
-    assert rows and all(row.is_as_wanted for row in rows), rows
+    assert rows and all(row.is_as_expected for row in rows), rows
 
 
 @pytest.mark.soak
 def test_the_whole_table_of_the_trainer():
     lines = call("-m", "tests.gpu.trainer").stdout.splitlines()
     assert sum(line.startswith("| ") for line in lines) == 21
-    assert not any("not as wanted" in line for line in lines)
+    assert not any("not as expected" in line for line in lines)
 
 
 @pytest.mark.soak
@@ -39,7 +39,7 @@ def test_the_whole_table_of_the_trainer():
 def test_the_table_of_the_engine(dtype):
     lines = call("-m", "tests.gpu.engine", "--dtype", dtype).stdout.splitlines()
     assert sum(line.startswith("| ") for line in lines) == 8
-    assert not any("not as wanted" in line for line in lines)
+    assert not any("not as expected" in line for line in lines)
 
 
 def test_a_machine_without_a_gpu_gets_one_line(tmp_path):

@@ -3,7 +3,7 @@
     python -m tests.gpu.engine [--model FOLDER] [--dtype bfloat16]
 
 On a CPU, where nothing sleeps, the rows about memory are left out. Prints a table for docs/gpu.md;
-the exit status is 1 where a row is not as wanted.
+the exit status is 1 where a row is not as expected.
 """
 
 import os
@@ -101,7 +101,7 @@ def main(model: str = "", dtype: Literal["float32", "bfloat16"] = "bfloat16") ->
     if rank == 0:
         print_table([row._replace(what=f"{dtype}: {row.what}") for row in rows])
         sys.stdout.flush()
-    os._exit(0 if all(row.is_as_wanted for row in rows) else 1)  # no wait for goodbyes
+    os._exit(0 if all(row.is_as_expected for row in rows) else 1)  # no wait for goodbyes
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m tests.gpu.trainer        on a GPU where PyTorch sees one, else on the CPU; a minute
 
 Needs torch, transformers, tyro and tqdm alone; DeepSpeed's rows are left out where it is not
-installed. Prints a table for docs/gpu.md; the exit status is 1 where a row is not as wanted.
+installed. Prints a table for docs/gpu.md; the exit status is 1 where a row is not as expected.
 """
 
 import copy
@@ -29,8 +29,8 @@ TEMPERATURE = 0.6
 class Row(NamedTuple):
     what: str
     found: float
-    wanted: str
-    is_as_wanted: bool
+    expected: str
+    is_as_expected: bool
 
 
 def at_most(what: str, found: float, limit: float) -> Row:
@@ -226,10 +226,10 @@ def describe_machine() -> str:
 
 
 def print_table(rows: list[Row]) -> None:
-    print(f"\n{describe_machine()}\n\n| what | found | wanted | |\n|---|---|---|---|")
+    print(f"\n{describe_machine()}\n\n| what | found | expected | |\n|---|---|---|---|")
     for row in rows:
-        verdict = "" if row.is_as_wanted else "**not as wanted**"
-        print(f"| {row.what} | {row.found:.3g} | {row.wanted} | {verdict} |")
+        verdict = "" if row.is_as_expected else "**not as expected**"
+        print(f"| {row.what} | {row.found:.3g} | {row.expected} | {verdict} |")
 
 
 def main() -> None:
@@ -237,7 +237,7 @@ def main() -> None:
     rows = run_checks(device)
     print_table(rows)
     sys.stdout.flush()
-    os._exit(0 if all(row.is_as_wanted for row in rows) else 1)  # no wait for goodbyes
+    os._exit(0 if all(row.is_as_expected for row in rows) else 1)  # no wait for goodbyes
 
 
 if __name__ == "__main__":
