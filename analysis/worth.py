@@ -41,6 +41,7 @@ from experiments import vineppo_cheap, vineppo_tree, vineppo_unsure
 from given.folder import check_output
 
 BLOCKS = 8  # of groups: the jackknife leaves out one after another
+MOMENTS = ("sums", "squares", "counts")
 
 
 @dataclass
@@ -227,6 +228,8 @@ def main(args: Worth) -> None:
         "reward": study.mean_reward,
         "chains": study.chains,
         "steps": statistics.mean(len(e.ends) for e in study.episodes),
+        # of one RLOO response, in squared norms of the exact gradient: to compare group sizes
+        "noise": variance(*(found["RLOO"][key] for key in MOMENTS)) * size / square,
         "estimators": {},
     }
     for name, ours in found.items():
