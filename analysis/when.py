@@ -178,9 +178,17 @@ def price_limit(worth: float, tokens: float) -> float:
     return (worth - 1) / (tokens - worth) if tokens > worth else float("inf")
 
 
-def best_limit(report: dict) -> float:
-    """The highest price at which some K pays."""
-    return max(price_limit(worth_at(report, k), tokens_at(report, k)) for k in range(1, 21))
+def best_limit(report: dict) -> tuple[float, int]:
+    """The highest price at which some K pays, and this K."""
+    return max((price_limit(worth_at(report, k), tokens_at(report, k)), k) for k in range(1, 21))
+
+
+def measured(reports: list[dict], name: str) -> str:
+    """W: mean and interval over SFT seeds; of one seed, ± the jackknife's standard error."""
+    of = [report["estimators"][name] for report in reports]
+    if len(of) > 1:
+        return interval([ours["worth"] for ours in of], ".2f")
+    return f"{of[0]['worth']:.2f} ± {of[0]['error']:.2f}"
 
 
 def papers_price(ppo: float, vineppo: float, k: float = 9, steps: float = 9.8) -> float:
@@ -212,17 +220,18 @@ def make_tables(found: dict[str, list[dict]], before: dict[str, dict[float, floa
     for name, reports in found.items():
         label = SETTINGS[name].label
         cells = [label, f"{statistics.mean(r['reward'] for r in reports):.2f}"]
-        for k in (3, 9):
+        by_line = interval([worth_at(r, 9) for r in reports], ".2f")
+        for k, found_w in ((3, measured(reports, "VinePPO, K = 3")), (9, by_line)):
             after = statistics.mean(worth_at(r, k, "expected") for r in reports)
-            measured = interval([worth_at(r, k) for r in reports], ".2f")
-            cells += [f"{before[name][k]:.1f}, {after:.1f}", measured]
+            cells += [f"{before[name][k]:.1f}, {after:.1f}", found_w]
         cells.append(f"{statistics.mean(tokens_at(r, 3) for r in reports):.1f}")
-        rows.append([*cells, interval([best_limit(report) for report in reports], ".3f")])
+        limits, best = zip(*map(best_limit, reports), strict=True)
+        rows.append([*cells, f"{interval([*limits], '.3f')} ({', '.join(map(str, best))})"])
         cells = [label]
         for other in OTHERS:
             of = [r["estimators"][other] for r in reports]
             tokens = statistics.mean(ours["tokens"] for ours in of)
-            cells.append(f"{interval([ours['worth'] for ours in of], '.2f')} for {tokens:.1f}")
+            cells.append(f"{measured(reports, other)} for {tokens:.1f}")
         others.append(cells)
     header = [
         "setting",
@@ -230,9 +239,9 @@ def make_tables(found: dict[str, list[dict]], before: dict[str, dict[float, floa
         "W, K = 3: expected",
         "measured",
         "W, K = 9: expected",
-        "measured",
+        "by a line",
     ]
-    text = table([*header, "tokens, K = 3", "pays below a price of"], rows)
+    text = table([*header, "tokens, K = 3", "pays below a price of (best K)"], rows)
     return f"{text}\n{table(['setting', *OTHERS], others)}"
 
 
@@ -254,7 +263,7 @@ def draw_lengths(found: dict[str, list[dict]], before: dict[str, dict], output: 
     panels[0].set_title("what a response is worth, in RLOO's")
     panels[0].yaxis.set_major_formatter(lambda y, _: f"{y:g}")
     use_log_axis(panels[0].xaxis)
-    limits = [[best_limit(report) for report in found[name]] for name in names]
+    limits = [[best_limit(report)[0] for report in found[name]] for name in names]
     for x, ys in zip(steps, limits, strict=True):
         panels[1].plot([x] * len(ys), ys, "o", color="#d55e00")
     panels[1].plot(steps, [statistics.mean(ys) for ys in limits], color="#d55e00")
@@ -269,7 +278,7 @@ def draw_lengths(found: dict[str, list[dict]], before: dict[str, dict], output: 
 
 
 def draw_settings(found: dict[str, list[dict]], before: dict[str, dict], output: str) -> None:
-    """W with nine rollouts in all settings: as expected twice, and as measured."""
+    """W with nine rollouts in all settings: as expected twice, and by the line."""
     figure, panel = plt.subplots(figsize=(8.8, 4.6), layout="constrained")
     for i, (name, reports) in enumerate(reversed(found.items())):
         first = i == 0
@@ -279,8 +288,8 @@ def draw_settings(found: dict[str, list[dict]], before: dict[str, dict], output:
         panel.plot(before[name][9], i, "D", mfc="none", color="#777777", label=label)
         label = "expected of the checkpoint" if first else None
         panel.plot(after, i, "D", color="#0072b2", label=label)
-        measured = [worth_at(report, 9) for report in reports]
-        panel.plot(measured, ys, "o", color="#d55e00", label="measured" if first else None)
+        by_line = [worth_at(report, 9) for report in reports]
+        panel.plot(by_line, ys, "o", color="#d55e00", label="by a line" if first else None)
     labels = [SETTINGS[name].label for name in reversed(found)]
     panel.set_yticks(range(len(labels)), labels)
     panel.set(xlabel="what a response with K = 9 is worth, in RLOO's", xlim=(0, None))
@@ -309,7 +318,8 @@ def main(
     before = {name: expect(SETTINGS[name]) for name in found}
     text = f"""{START}
 Written by `python -m analysis.when`. {describe_machine()}; SFT seeds
-{", ".join(map(str, seeds))}: mean ± half of a 95 % interval over them (Student's t).
+{", ".join(map(str, seeds))}: mean ± half of a 95 % interval over them (of one seed, ± a standard
+error). By a line: through 1 / W of exact values, K = 1 and K = 3.
 
 {make_tables(found, before)}{END}
 """

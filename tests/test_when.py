@@ -206,6 +206,7 @@ def make_report(seed: int = 0) -> dict:
     of = {}
     for name in (*noise, *when.OTHERS):
         of[name] = {"worth": 7 / noise.get(name, 7) + 0.01 * seed, "tokens": tokens.get(name, 1.0)}
+        of[name]["error"] = 0.1
     for name in list(noise)[1:]:
         of[name]["expected"] = of[name]["worth"] + 0.5
     return {"reward": 0.3, "chains": 1.0, "steps": 9.0, "estimators": of}
@@ -218,7 +219,8 @@ def test_other_ks_follow_from_those_that_were_measured():
         assert when.tokens_at(report, k) == pytest.approx(1 + 4 * k)
     assert when.worth_at(report, 0) == pytest.approx(7 / 2)
     limits = [(7 / (2 + 3 / k) - 1) / (1 + 4 * k - 7 / (2 + 3 / k)) for k in range(1, 21)]
-    assert when.best_limit(report) == pytest.approx(max(limits))
+    best, k = when.best_limit(report)
+    assert best == pytest.approx(max(limits)) and limits[k - 1] == max(limits)
 
 
 def test_the_papers_price():
@@ -253,8 +255,11 @@ def test_tables_and_figures_from_reports(tmp_path):
     rows = [line for line in text.splitlines() if line.startswith("| 8 operations |")]
     first, second = (row.split(" | ") for row in rows)
     after = sum(when.worth_at(report, 3, "expected") for report in found["center"]) / 2
-    assert first[1:4] == ["0.30", f"2.5, {after:.1f}", "2.34 ± 0.07"]
+    assert first[1:4] == ["0.30", f"2.5, {after:.1f}", "2.34 ± 0.06"]
     assert first[6] == "13.0" and second[1] == "1.00 ± 0.06 for 1.0"
+    ks = [when.best_limit(report)[1] for report in found["center"]]
+    assert first[7].endswith(f" ({ks[0]}, {ks[1]}) |")
+    assert when.measured(found["center"][:1], "VinePPO, K = 3") == "2.33 ± 0.10"
     when.draw_lengths(found, before, str(tmp_path))
     when.draw_settings(found, before, str(tmp_path))
     assert {*os.listdir(tmp_path)} == {"when.png", "when_settings.png"}
