@@ -41,7 +41,6 @@ from experiments import vineppo_cheap, vineppo_tree, vineppo_unsure
 from given.folder import check_output
 
 BLOCKS = 8  # of groups: the jackknife leaves out one after another
-MOMENTS = ("sums", "squares", "counts")
 
 
 @dataclass
@@ -69,6 +68,12 @@ def variance(sums: torch.Tensor, squares: torch.Tensor, counts: torch.Tensor) ->
     count = counts.sum()
     mean = sums.sum(dim=0) / count
     return ((squares.sum() - count * mean.dot(mean)) / (count - 1)).item()
+
+
+def noise_of_a_response(rloos: dict, size: int, square: float) -> float:
+    """Variance of the mean gradient of N responses (N / size groups) times N, in squared norms of
+    the exact gradient."""
+    return variance(rloos["sums"], rloos["squares"], rloos["counts"]) * size / square
 
 
 def slope(sums: torch.Tensor, counts: torch.Tensor, exact: torch.Tensor, square: float) -> float:
@@ -228,8 +233,7 @@ def main(args: Worth) -> None:
         "reward": study.mean_reward,
         "chains": study.chains,
         "steps": statistics.mean(len(e.ends) for e in study.episodes),
-        # of one RLOO response, in squared norms of the exact gradient: to compare group sizes
-        "noise": variance(*(found["RLOO"][key] for key in MOMENTS)) * size / square,
+        "noise": noise_of_a_response(found["RLOO"], size, square),  # to compare group sizes
         "estimators": {},
     }
     for name, ours in found.items():

@@ -161,6 +161,7 @@ def test_worth_is_the_ratio_of_variances():
     left = list(range(worth.BLOCKS))
     known = {key: rloo[key] for key in ("sums", "squares", "counts")}
     assert abs(worth.variance(**known) / (9 * 50) - 1) < 0.02
+    assert abs(worth.noise_of_a_response(rloo, 8, 50.0) / (9 * 50 * 8 / 50) - 1) < 0.02
     assert abs(worth.slope(rloo["sums"], rloo["counts"], exact, 50.0) - 1) < 0.02
     assert abs(worth.worth(ours, rloo, left, exact, 50.0) - 9 / 4) < 0.05
     value, error = worth.jackknife(
