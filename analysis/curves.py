@@ -1,10 +1,13 @@
 """Learning curves of runs as a PNG: mean reward of the samples and pass@1 on held-out problems.
 
 python -m analysis.curves runs/vineppo-chain-seed1 --output curves.png
+python -m analysis.curves runs/grpo-gsm8k runs/vineppo-gsm8k        side by side, by minutes
 """
 
 import json
+import math
 import os
+import statistics
 from typing import Annotated
 
 import matplotlib
@@ -27,7 +30,6 @@ def draw_curves(run: str, output: str, test: dict[int, dict] | None = None) -> N
     """`test`: results of evaluate.py (pass@1 and its interval) by iteration."""
     lines = read_metrics(run)
     rewards = [line for line in lines if "rollout/reward" in line]
-    require(rewards, f"{run} has no rewards: name a run of an RL script, not of sft.py")
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(
         [line["iteration"] for line in rewards],
@@ -68,8 +70,52 @@ def draw_curves(run: str, output: str, test: dict[int, dict] | None = None) -> N
     plt.close(figure)
 
 
-def main(run: Annotated[str, tyro.conf.Positional], output: str = "curves.png") -> None:
-    draw_curves(run, output)
+def draw_runs(runs: list[str], output: str, start: float = math.nan) -> None:
+    """Runs beside each other, by the minutes that they have trained: evaluations and checkpoints do
+    not count. A reward is the mean of up to nine iterations, from four before to four after.
+    `start`: pass@1 on validation problems before training."""
+    figure, panels = plt.subplots(1, 2, figsize=(8.8, 3.7), layout="constrained", sharey=True)
+    for run in runs:
+        lines, minutes, rewards, points = read_metrics(run), [0.0], [], [start]
+        for line in lines:
+            apart = line.get("time/evaluate", 0) + line.get("time/save", 0)
+            minutes.append(minutes[-1] + (line["time/iteration"] - apart) / 60)
+            rewards.append(line.get("rollout/reward", math.nan))
+            points.append(line.get("eval/pass@1", math.nan))
+        windows = (rewards[max(0, i - 4) : i + 5] for i in range(len(rewards)))
+        label = os.path.basename(os.path.normpath(run))
+        panels[0].plot(minutes[1:], [statistics.mean(w) for w in windows], label=label)
+        there = [(x, y) for x, y in zip(minutes, points, strict=True) if not math.isnan(y)]
+        panels[1].plot(*zip(*there, strict=True), ".-")
+    panels[0].set(xlabel="minutes of training", ylabel="share of right answers", ylim=(0, None))
+    panels[0].set_title("sampled responses, smoothed")
+    panels[1].set(xlabel="minutes of training", title="pass@1 on validation problems")
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=len(runs))
+    figure.savefig(output, dpi=150)
+    plt.close(figure)
+
+
+def main(
+    runs: Annotated[list[str], tyro.conf.Positional],
+    output: str = "curves.png",
+    start: float = math.nan,
+) -> None:
+    """Draws one run by iterations, several by minutes of training.
+
+    Args:
+        runs: folders of runs
+        output: the PNG file
+        start: pass@1 on validation problems before training, if it is known (several runs)
+    """
+    for run in runs:
+        has_rewards = any("rollout/reward" in line for line in read_metrics(run))
+        require(has_rewards, f"{run} has no rewards: name a run of an RL script, not of sft.py")
+    if len(runs) == 1:
+        draw_curves(runs[0], output)
+    else:
+        draw_runs(runs, output, start)
     print(output)
 
 

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 import ppo
 import sft
 from analysis import best_critic, compare, gradient
+from analysis.curves import main as draw_runs
 from analysis.exact import DIGITS, OPS, exact_values, read_digits, read_prompt
 from common import UsageError, data, steps
 from recipes import demo
@@ -245,6 +246,34 @@ def test_a_comparison_without_a_grid_leaves_that_of_another(tmp_path):
     )
     assert "over seeds 1, 2.\n" in page and "over seeds 3, 4; ±" in page
     assert "| PPO | 0.1 | 0.700 ± 1.271 | 7 |" in page and "VinePPO" not in page
+
+
+def test_runs_side_by_side_by_minutes_of_training(tmp_path, monkeypatch):
+    """Seconds of evaluation do not count; rewards are smoothed; the start is everybody's."""
+    shown = []
+    monkeypatch.setattr(plt, "close", shown.append)
+    for name, speed in (("slow", 2), ("fast", 1)):
+        lines = [
+            {"iteration": i, "rollout/reward": i / 10, "time/iteration": speed * 60.0}
+            for i in range(1, 7)
+        ]
+        lines[4] |= {"eval/pass@1": 0.5, "time/evaluate": 7.0, "time/save": 5.0}
+        lines[4]["time/iteration"] += 12
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    draw_runs([f"{tmp_path}/slow/", f"{tmp_path}/fast"], f"{tmp_path}/c.png", 0.25)
+    samples, validation = shown[0].axes
+    assert [line.get_label() for line in samples.lines] == ["slow", "fast"]
+    assert list(samples.lines[0].get_xdata()) == [2, 4, 6, 8, 10, 12]
+    assert list(samples.lines[1].get_ydata()) == pytest.approx([0.3, 0.35, 0.35, 0.35, 0.35, 0.4])
+    assert list(validation.lines[0].get_xdata()) == [0, 10]
+    assert list(validation.lines[1].get_ydata()) == [0.25, 0.5]
+    draw_runs([f"{tmp_path}/slow", f"{tmp_path}/fast"], f"{tmp_path}/c.png")  # no start
+    assert list(shown[1].axes[1].lines[1].get_ydata()) == [0.5]
+    (tmp_path / "fast" / "metrics.jsonl").write_text('{"iteration": 1, "loss": 1}\n')
+    with pytest.raises(UsageError, match="fast has no rewards: name a run of an RL script"):
+        draw_runs([f"{tmp_path}/slow", f"{tmp_path}/fast"], f"{tmp_path}/c.png")
 
 
 def test_figures_of_the_comparison(tmp_path, monkeypatch):
