@@ -468,7 +468,7 @@ def compare_pairs(curves: dict[str, list[list[dict[str, float]]]]) -> str:
     there = {m: theirs for m, theirs in to_06.items() if min(theirs) < float("inf")}
     if there:
         of_method = [f"{NAMES[m]} {shares(ours, theirs)}" for m, theirs in there.items()]
-        text += "VinePPO's gradient steps to 0.6 over the other method's, seed by seed:\n"
+        text += "VinePPO's gradient steps to 0.6, divided by the other's with the same seed:\n"
         text += f"{'; '.join(of_method)} (never: the other does not reach it).\n"
     if "ppo" in curves:
         peaks = [max(point["pass@1"] for point in curve) for curve in curves["ppo"]]
@@ -479,7 +479,7 @@ def compare_pairs(curves: dict[str, list[list[dict[str, float]]]]) -> str:
                 for m in ("vineppo", "ppo")
             )
             of_axis.append(f"{axis} {shares(ours, theirs)}")
-        text += "VinePPO's to the best pass@1 of the same seed's PPO, over PPO's: "
+        text += "To reach the best pass@1 of PPO with the same seed, VinePPO takes, as shares of PPO's: "
         text += f"{'; '.join(of_axis)}.\n"
     return text + "\n"
 

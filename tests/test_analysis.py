@@ -218,8 +218,8 @@ def test_results_keep_what_is_written_around_them(tmp_path):
         "| PPO | 0.1 | 0.550 ± 1.906 | 0.150 ± 0.635 "
         "| 8, 1 of 2 never | 16, 1 of 2 never | 8,000 | 2.0 |",
     ]
-    assert "seed by seed:\nPPO 0.83, never (never: " in page  # GRPO never gets there
-    assert "over PPO's: steps 0.83, 0.67; seconds 0.83, 0.67.\n" in page
+    assert "the same seed:\nPPO 0.83, never (never: " in page  # GRPO never gets there
+    assert "takes, as shares of PPO's: steps 0.83, 0.67; seconds 0.83, 0.67.\n" in page
     assert "(test pass@1\n0.150 (0.100 to 0.200)), from which" in page
     assert "over seeds 1, 2; ±" in page and "--seeds 1 2`" in page
     page = page.replace("# The methods, compared", "# Mine") + "end\n"
