@@ -479,8 +479,8 @@ def compare_pairs(curves: dict[str, list[list[dict[str, float]]]]) -> str:
                 for m in ("vineppo", "ppo")
             )
             of_axis.append(f"{axis} {shares(ours, theirs)}")
-        text += "To reach the best pass@1 of PPO with the same seed, VinePPO takes, as shares of PPO's: "
-        text += f"{'; '.join(of_axis)}.\n"
+        text += "To reach the best pass@1 of PPO with the same seed, VinePPO takes, as shares of "
+        text += f"PPO's: {'; '.join(of_axis)}.\n"
     return text + "\n"
 
 
