@@ -28,7 +28,7 @@ class Args(flags.Model, flags.Sampler):
     split: Literal["train", "validation", "test"] = "test"
     """which problems"""
     num_problems: int = 0
-    """how many of the split, the first ones; 0: all"""
+    """how many of the split, the first that fit; 0: all"""
     rounds: int = 16
     """responses per problem"""
     temperature: float = 0.35
@@ -62,7 +62,7 @@ def main(args: Args) -> None:
         folder.check_output(args.output)
     rule, problems = data.find_task(args).grading_rule, data.load_split(args, args.split)
     tokenizer = engines.load_tokenizer(args)
-    problems, prompts = data.fit(args, problems[: args.num_problems or None], tokenizer)
+    problems, prompts = data.fit(args, problems, tokenizer, args.num_problems or None)
     sampler = sampling.Sampler(args, tokenizer)
     scores = sampler.evaluate(
         problems, prompts, rule, args.seed, args.rounds, args.temperature, progress=True

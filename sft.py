@@ -50,7 +50,7 @@ class Args(flags.Model, flags.Run):
     eval_every: int = 150
     """steps between evaluations of the loss on validation problems; 0: never"""
     eval_problems: int = 128
-    """validation problems that are evaluated, the first ones"""
+    """validation problems that are evaluated, the first that fit"""
     save_every: int = 150
     """steps between checkpoints; the last step always has one"""
 
@@ -130,7 +130,7 @@ def main(args: Args) -> None:
         tokenizer = engines.load_tokenizer(args)
     sequences = encode_solutions(problems, tokenizer, args.max_model_len, args.chat)
     eval_sequences = encode_solutions(eval_problems, tokenizer, args.max_model_len, args.chat)
-
+    eval_sequences = eval_sequences[: args.eval_problems]
     if args.model != "embedded":
         model = engines.load_model(args, tokenizer)
     policy = engines.initialize(model, args)

@@ -81,12 +81,10 @@ def load_problems(
 
 
 def load(args, split: str) -> list[Problem]:
-    """All problems to train on; of the validation problems the first --eval-problems, none with
-    --eval-every 0."""
+    """The problems of a split; none for validation with --eval-every 0."""
     if split == "validation" and not args.eval_every:
         return []
-    problems = load_split(args, split)
-    return problems[: args.eval_problems] if split == "validation" else problems
+    return load_split(args, split)
 
 
 def load_split(args, split: str) -> list[Problem]:
@@ -94,9 +92,11 @@ def load_split(args, split: str) -> list[Problem]:
     return load_problems(args.task, split, args.data_dir, find_task(args).grading_rule, fields)
 
 
-def fit(args, problems: list[Problem], tokenizer) -> tuple[list[Problem], list[list[int]]]:
-    """The problems whose prompts leave room for a response, and those prompts as ids. Raises
-    UsageError when nothing is left."""
+def fit(
+    args, problems: list[Problem], tokenizer, most: int | None = None
+) -> tuple[list[Problem], list[list[int]]]:
+    """The first `most` problems whose prompts leave room for a response (None: all of these), and
+    those prompts as ids. Raises UsageError when nothing is left."""
     prompt_ids = encode(problems, tokenizer, args.chat)
     room = args.max_model_len - args.max_response_len
     kept = [i for i, ids in enumerate(prompt_ids) if len(ids) <= room]
@@ -106,7 +106,7 @@ def fit(args, problems: list[Problem], tokenizer) -> tuple[list[Problem], list[l
         "(--max-model-len minus --max-response-len): raise the first or lower the second",
     )
     say_dropped(len(problems), len(kept))
-    return [problems[i] for i in kept], [prompt_ids[i] for i in kept]
+    return [problems[i] for i in kept[:most]], [prompt_ids[i] for i in kept[:most]]
 
 
 def say_dropped(all_of_them: int, kept: int) -> None:

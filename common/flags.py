@@ -69,7 +69,7 @@ class Run:
     eval_every: int = 5
     """iterations between evaluations on validation problems; 0: never"""
     eval_problems: int = 100
-    """validation problems that are evaluated, the first ones"""
+    """validation problems that are evaluated, the first that fit"""
     save_every: int = 5
     """iterations between checkpoints; the last iteration always has one"""
     keep_checkpoints: int = 2

@@ -193,7 +193,7 @@ def main(args: Args) -> None:
     task = data.find_task(args)
     tokenizer = engines.load_tokenizer(args)
     problems, prompts = data.fit(args, problems, tokenizer)
-    eval_problems, eval_prompts = data.fit(args, eval_problems, tokenizer)
+    eval_problems, eval_prompts = data.fit(args, eval_problems, tokenizer, args.eval_problems)
 
     model = engines.load_model(args, tokenizer)
     sampler = sampling.Sampler(args, tokenizer)

@@ -484,8 +484,8 @@ PLANTED = [
     Planted(
         "common/data.py",
         "all validation problems are evaluated, not --eval-problems",
-        'return problems[: args.eval_problems] if split == "validation" else problems',
-        "return problems",
+        "[problems[i] for i in kept[:most]], [prompt_ids[i] for i in kept[:most]]",
+        "[problems[i] for i in kept], [prompt_ids[i] for i in kept]",
     ),
     Planted(
         "rloo.py",
@@ -868,8 +868,8 @@ PLANTED = [
     Planted(
         "evaluate.py",
         "--num-problems takes the last ones of the split, not the first",
-        "problems[: args.num_problems or None]",
-        "problems[-args.num_problems :]",
+        "fit(args, problems, tokenizer, args.num_problems or None)",
+        "fit(args, problems[-args.num_problems :], tokenizer)",
     ),
     Planted(
         "common/data.py",

@@ -460,6 +460,8 @@ def test_prompts_that_are_too_long_are_dropped_or_refused(capsys):
     kept, ids = data.fit(with_room(6), problems, tokenizer)
     assert capsys.readouterr().out == "1 of 2 problems dropped: too many tokens\n"
     assert kept == problems[:1] and len(ids) == 1 and len(ids[0]) == 6
+    kept, ids = data.fit(with_room(6), [*problems[::-1], *problems], tokenizer, 1)
+    assert kept == problems[:1] and len(ids) == 1  # the first that fits, not the first if it fits
     with pytest.raises(UsageError, match="all 2 prompts have more than 5 tokens"):
         data.fit(with_room(5), problems, tokenizer)
 

@@ -134,12 +134,12 @@ class Run:
         return self.events.pop(0)
 
     def read_problems(self, split: str, first: int | None = None) -> list[dict]:
-        """The first problems, without those whose prompt leaves no room for a response."""
-        rows = read_jsonl(os.path.join(self.flags["data_dir"], f"{split}.jsonl"))[:first]
+        """The first problems whose prompt leaves room for a response."""
+        rows = read_jsonl(os.path.join(self.flags["data_dir"], f"{split}.jsonl"))
         room = self.flags["max_model_len"] - self.flags["max_response_len"]
         for row in rows:
             row["ids"] = self.tokenizer(row["prompt"])["input_ids"]
-        return [row for row in rows if len(row["ids"]) <= room]
+        return [row for row in rows if len(row["ids"]) <= room][:first]
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode([i for i in ids if i not in SPECIAL])
@@ -743,9 +743,10 @@ def check_sft(folder: str, name: str) -> dict:
     flags = run.flags
 
     def encoded(split: str, first: int | None = None) -> list[tuple[list[int], list[int]]]:
-        rows = read_jsonl(os.path.join(flags["data_dir"], f"{split}.jsonl"))[:first]
+        rows = read_jsonl(os.path.join(flags["data_dir"], f"{split}.jsonl"))
         ids = [[run.tokenizer(row[k])["input_ids"] for k in ("prompt", "solution")] for row in rows]
-        return [(p, [*s, EOS]) for p, s in ids if len(p) + len(s) + 1 <= flags["max_model_len"]]
+        fits = [(p, [*s, EOS]) for p, s in ids if len(p) + len(s) + 1 <= flags["max_model_len"]]
+        return fits[:first]
 
     problems, validation = encoded("sft"), encoded("validation", flags["eval_problems"])
     size, moments = flags["batch_size"], {}

@@ -245,7 +245,7 @@ def test_the_numbers_of_the_rule_are_those_of_its_formula():
         limits.append(f"{max(of_k)[0]:.2f}")
         best.add(max(of_k)[1])
     assert "at most {} for 5 steps, {} for 9, {} for 17 and {} for 33".format(*limits) in page
-    assert "the best K, which is 4 to 7" in page and best <= {4, 5, 6, 7}
+    assert "K = 4 to 7, the best" in page and best <= {4, 5, 6, 7}
     assert "about {:.2f} for Rho-1B and {:.2f} for 7B".format(*when.PRICES.values()) in page
 
 
