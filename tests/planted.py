@@ -1151,8 +1151,8 @@ PLANTED = [
     Planted(
         "common/data.py",
         "where a prompt is dropped for its length, all problems (answers) behind it belong to other prompts",
-        "return [problems[i] for i in kept], [prompt_ids[i] for i in kept]",
-        "return problems[: len(kept)], [prompt_ids[i] for i in kept]",
+        "return [problems[i] for i in kept[:most]], [prompt_ids[i] for i in kept[:most]]",
+        "return problems[: len(kept)][:most], [prompt_ids[i] for i in kept[:most]]",
     ),
     Planted(
         "common/data.py",
