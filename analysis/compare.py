@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import sft
-from analysis.curves import read_metrics
+from analysis.curves import read_metrics, training_seconds
 from common import UsageError, data, require
 from recipes.demo import make_launcher, make_sft, sft_folder
 
@@ -206,8 +206,7 @@ def read_curve(path: str, start: float) -> list[dict[str, float]]:
         total["steps"] += {"restem": line.get("walk/updates", 0), "dpo_pos": 1}.get(
             method, args["update_epochs"] * episodes // args["minibatch_size"]
         )
-        apart = ("time/save",) if method == "restem" else ("time/save", "time/evaluate")
-        total["seconds"] += line["time/iteration"] - sum(line.get(name, 0) for name in apart)
+        total["seconds"] += training_seconds(line)
         total["tokens"] += line.get("tokens/sample", 0) + line.get("tokens/rollouts", 0)
         if method == "restem":
             walked = line["walk/evaluations"] * args["eval_problems"] * args["eval_rounds"]

@@ -26,9 +26,24 @@ def read_metrics(run: str) -> list[dict]:
         return [json.loads(line) for line in file]
 
 
+def read_rewards(run: str) -> list[dict]:
+    """The metrics of an RL script's run. Raises UsageError for one without rewards."""
+    lines = read_metrics(run)
+    has_rewards = any("rollout/reward" in line for line in lines)
+    require(has_rewards, f"{run} has no rewards: name a run of an RL script, not of sft.py")
+    return lines
+
+
+def training_seconds(line: dict) -> float:
+    """Of an iteration, without checkpoints and evaluation. RestEM's evaluations count: they decide
+    when it stops."""
+    apart = ("time/save",) if "walk/evaluations" in line else ("time/save", "time/evaluate")
+    return line["time/iteration"] - sum(line.get(name, 0) for name in apart)
+
+
 def draw_curves(run: str, output: str, test: dict[int, dict] | None = None) -> None:
     """`test`: results of evaluate.py (pass@1 and its interval) by iteration."""
-    lines = read_metrics(run)
+    lines = read_rewards(run)
     rewards = [line for line in lines if "rollout/reward" in line]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(
@@ -71,22 +86,21 @@ def draw_curves(run: str, output: str, test: dict[int, dict] | None = None) -> N
 
 
 def draw_runs(runs: list[str], output: str, start: float = math.nan) -> None:
-    """Runs beside each other, by the minutes that they have trained: evaluations and checkpoints do
-    not count. A reward is the mean of up to nine iterations, from four before to four after.
-    `start`: pass@1 on validation problems before training."""
+    """Runs beside each other, by their minutes of training. A reward is the mean of up to nine
+    iterations, from four before to four after. `start`: pass@1 on validation problems before
+    training."""
     figure, panels = plt.subplots(1, 2, figsize=(8.8, 3.7), layout="constrained", sharey=True)
     for run in runs:
-        lines, minutes, rewards, points = read_metrics(run), [0.0], [], [start]
-        for line in lines:
-            apart = line.get("time/evaluate", 0) + line.get("time/save", 0)
-            minutes.append(minutes[-1] + (line["time/iteration"] - apart) / 60)
+        minutes, rewards, points = [0.0], [], [start]
+        for line in read_rewards(run):
+            minutes.append(minutes[-1] + training_seconds(line) / 60)
             rewards.append(line.get("rollout/reward", math.nan))
             points.append(line.get("eval/pass@1", math.nan))
         windows = (rewards[max(0, i - 4) : i + 5] for i in range(len(rewards)))
         label = os.path.basename(os.path.normpath(run))
         panels[0].plot(minutes[1:], [statistics.mean(w) for w in windows], label=label)
-        there = [(x, y) for x, y in zip(minutes, points, strict=True) if not math.isnan(y)]
-        panels[1].plot(*zip(*there, strict=True), ".-")
+        there = [i for i, point in enumerate(points) if not math.isnan(point)]
+        panels[1].plot([minutes[i] for i in there], [points[i] for i in there], ".-")
     panels[0].set(xlabel="minutes of training", ylabel="share of right answers", ylim=(0, None))
     panels[0].set_title("sampled responses, smoothed")
     panels[1].set(xlabel="minutes of training", title="pass@1 on validation problems")
@@ -109,9 +123,6 @@ def main(
         output: the PNG file
         start: pass@1 on validation problems before training, if it is known (several runs)
     """
-    for run in runs:
-        has_rewards = any("rollout/reward" in line for line in read_metrics(run))
-        require(has_rewards, f"{run} has no rewards: name a run of an RL script, not of sft.py")
     if len(runs) == 1:
         draw_curves(runs[0], output)
     else:

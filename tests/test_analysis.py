@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 import ppo
 import sft
 from analysis import best_critic, compare, gradient
-from analysis.curves import main as draw_runs
+from analysis import curves as learning_curves
 from analysis.exact import DIGITS, OPS, exact_values, read_digits, read_prompt
 from common import UsageError, data, steps
 from recipes import demo
@@ -262,18 +262,22 @@ def test_runs_side_by_side_by_minutes_of_training(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / name / "metrics.jsonl").write_text(text)
-    draw_runs([f"{tmp_path}/slow/", f"{tmp_path}/fast"], f"{tmp_path}/c.png", 0.25)
+    learning_curves.main([f"{tmp_path}/slow/", f"{tmp_path}/fast"], f"{tmp_path}/c.png", 0.25)
     samples, validation = shown[0].axes
     assert [line.get_label() for line in samples.lines] == ["slow", "fast"]
     assert list(samples.lines[0].get_xdata()) == [2, 4, 6, 8, 10, 12]
     assert list(samples.lines[1].get_ydata()) == pytest.approx([0.3, 0.35, 0.35, 0.35, 0.35, 0.4])
     assert list(validation.lines[0].get_xdata()) == [0, 10]
     assert list(validation.lines[1].get_ydata()) == [0.25, 0.5]
-    draw_runs([f"{tmp_path}/slow", f"{tmp_path}/fast"], f"{tmp_path}/c.png")  # no start
+    learning_curves.main([f"{tmp_path}/slow", f"{tmp_path}/fast"], f"{tmp_path}/c.png")  # no start
     assert list(shown[1].axes[1].lines[1].get_ydata()) == [0.5]
+    once = json.dumps({"rollout/reward": 0.1, "time/iteration": 60.0})  # and never evaluated
+    (tmp_path / "fast" / "metrics.jsonl").write_text(once)
+    learning_curves.main([f"{tmp_path}/slow", f"{tmp_path}/fast"], f"{tmp_path}/c.png")
+    assert list(shown[2].axes[1].lines[1].get_ydata()) == []
     (tmp_path / "fast" / "metrics.jsonl").write_text('{"iteration": 1, "loss": 1}\n')
     with pytest.raises(UsageError, match="fast has no rewards: name a run of an RL script"):
-        draw_runs([f"{tmp_path}/slow", f"{tmp_path}/fast"], f"{tmp_path}/c.png")
+        learning_curves.main([f"{tmp_path}/slow", f"{tmp_path}/fast"], f"{tmp_path}/c.png")
 
 
 def test_figures_of_the_comparison(tmp_path, monkeypatch):
