@@ -42,6 +42,7 @@ compare-quick: .venv/installed
 
 figures: .venv/installed
 	.venv/bin/python -m analysis.figures
+	.venv/bin/python -m analysis.ablations
 
 A = ppo
 B = vineppo

@@ -1,8 +1,10 @@
 """Does the map hold in training? VinePPO against GRPO and RLOO with as many responses, sampled
 tokens or seconds as VinePPO took, from the map's checkpoints.
 
-    python -m analysis.when --seeds 1 --settings steps4 center steps16       makes the checkpoints
+    python -m analysis.when --seeds 1 --settings steps4 center steps16 --output runs/map
     python -m analysis.corners                     the runs that are missing (hours), docs/when.md
+
+The first command makes the checkpoints, even if docs/when.json has what they are worth.
 
 VinePPO runs with K = 3 and its defaults, at its best learning rate. GRPO and RLOO get, for each
 budget, the best rate and the best number of prompts of an iteration (PROMPTS): more prompts of

@@ -1,10 +1,8 @@
-"""`make figures`: the paper's analysis, drawn from the runs of `make compare` (or compare-quick).
+"""How good are the values? The paper's analysis, of runs of `make compare` (or compare-quick).
 
     python -m analysis.figures
 
-Makes the runs that are missing, from the same SFT checkpoints and with the same seeds: VinePPO with
-K = 1, 3, 9 (no sharing of rollouts), VinePPO and PPO at temperatures 0.8 and 1.0; and values.py on
-checkpoints of the VinePPO, PPO and GRPO runs. A second call skips what is finished.
+Calls values.py on checkpoints of the VinePPO, PPO and GRPO runs, where that is missing.
 """
 
 import json
@@ -27,23 +25,16 @@ from analysis.compare import (
     STYLES,
     describe_machine,
     draw_band,
-    drop_engine_states,
     interval,
     legend_above,
-    plan,
-    read_curve,
     run_all,
     save,
     table,
-    use_log_axis,
     write_block,
 )
 from common import require
 
-UNSHARED = ("--no-share-rollouts",)
-KS = {1: ("K = 1", "#f2a766", "^"), 3: ("K = 3", "#d55e00", "s"), 9: ("K = 9", "#7a3500", "o")}
 TRUTH = values.Args.truth
-TEMPERATURES = {0.6: "-", 0.8: "--", 1.0: ":"}
 STATES_OF = {"vineppo": "vineppo", "ppo": "ppo", "grpo": "grpo", "rloo": "grpo"}  # whose runs
 LABELS = {**NAMES, "rloo": "RLOO (on GRPO's runs)"}
 
@@ -159,34 +150,6 @@ def draw_accuracy(summary: dict[str, list], found: dict[str, list], output: str)
     save(figure, output)
 
 
-# ---- K and temperature ---------------------------------------------------------------------------
-
-
-def draw_ablations(
-    of_k: dict[int, list], of_temperature: dict[tuple[str, float], list], output: str
-) -> None:
-    """Figures 4 and F.23, K; Figure 8, temperature."""
-    figure, panels = plt.subplots(1, 3, figsize=(8.8, 4.1), layout="constrained", sharey=True)
-    for k, curves in of_k.items():
-        draw_band(panels[0], curves, "iteration", KS[k])
-        thousands = [  # no 0 on a log axis
-            [{**point, "tokens": point["tokens"] / 1e3} for point in curve[1:]] for curve in curves
-        ]
-        draw_band(panels[1], thousands, "tokens", KS[k])
-    for (method, temperature), curves in sorted(of_temperature.items(), reverse=True):
-        style = f"{NAMES[method]}, {temperature:g}", COLOURS[method], ""
-        draw_band(panels[2], curves, "iteration", style, line=TEMPERATURES[temperature])
-    panels[0].set(xlabel="iteration", xlim=(0, None), ylim=(0, 1))
-    panels[0].set_ylabel("pass@1 on validation problems")
-    panels[1].set_xlabel("thousand tokens sampled (log scale)")
-    use_log_axis(panels[1].xaxis)
-    panels[2].set(xlabel="iteration", xlim=(0, None))
-    titles = "VinePPO by iterations", "VinePPO by tokens", "temperature"
-    for panel, title, columns in zip(panels, titles, (1, 1, 2), strict=True):
-        panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1), title=title, ncols=columns)
-    save(figure, output)
-
-
 # ---- writing -------------------------------------------------------------------------------------
 
 
@@ -196,18 +159,13 @@ def describe_actions(found: dict[str, list], estimator: str) -> str:
     return f"{NAMES[estimator]} {share:.0%} of {decided} states (chance {chance:.0%})"
 
 
-def write_numbers(
-    found, summary, of_k, of_temperature, iterations, seeds, fit: dict, output: str
-) -> None:
+def write_numbers(found, summary, iterations, seeds, fit: dict, output: str) -> None:
     """The block `figures` of results.md."""
     middle, last = iterations[len(iterations) // 2], iterations[-1]
 
     def at_last(curves: list[list[dict]], name: str) -> str:
         points = [point for curve in curves for point in curve]
         return interval([p[name] for p in points if p["iteration"] == last], ".2f")
-
-    def last_score(curves: list[list[dict]], form: str = ".3f") -> str:
-        return interval([curve[-1]["pass@1"] for curve in curves], form)
 
     header = ["", "mean absolute error", "within 0.05", "explained variance"]
     header += ["within problems", "that of exact values"]
@@ -216,17 +174,8 @@ def write_numbers(
         header,
         [[LABELS[e], *(at_last(of, name) for name in names)] for e, of in summary.items()],
     )
-    of_k_header = ["VinePPO, `--no-share-rollouts`", "last pass@1", "thousand tokens"]
-    rows = []
-    for k, curves in of_k.items():
-        tokens = statistics.mean(curve[-1]["tokens"] for curve in curves)
-        rows.append([f"K = {k}", last_score(curves), f"{tokens / 1e3:,.0f}"])
     elsewhere = summarize({"vineppo": found["ppo"]}, iterations)["vineppo"]
     learnt = fit["curve"][-1][1]
-    temperatures = [
-        f"{NAMES[m]} {', '.join(last_score(of_temperature[m, t], '.2f') for t in TEMPERATURES)}"
-        for m in ("vineppo", "ppo")
-    ]
     text = f"""<!-- figures -->
 Written by `python -m analysis.figures`, {time.strftime("%Y-%m-%d")}, on {describe_machine()}.
 Means over seeds {", ".join(map(str, seeds))}, ± as above. Values at iteration {last}:
@@ -242,9 +191,6 @@ iteration {middle}, explains {learnt["explained"]:.0%} of their variance on othe
 problem's mean is removed, from both. Last column: within problems, what exact values would have, as
 a truth of {TRUTH} rollouts has noise of its own.
 
-{table(of_k_header, rows)}
-Last pass@1 at temperatures {", ".join(f"{t:g}" for t in TEMPERATURES)}: {"; ".join(temperatures)}.
-
 ![Predicted against true values](values.png)
 
 *By `analysis.figures`, iteration {middle}; black: mean of a fifth of the true values.*
@@ -252,16 +198,14 @@ Last pass@1 at temperatures {", ".join(f"{t:g}" for t in TEMPERATURES)}: {"; ".j
 ![Errors of values; best next step](accuracy.png)
 
 *By `analysis.figures`; dotted: chance.*
-
-![pass@1 by K and temperature](ablations.png)
-
-*By `analysis.figures`.*
 <!-- end of figures -->
 """
     write_block(output, "figures", text)
 
 
-def main(args: Args) -> None:
+def read_compared(args) -> dict:
+    """results.json of the comparison in `args.folder`; fills in the arguments that are empty.
+    Raises UsageError if there is none, or one of an older version."""
     if not args.folder:
         has_all = os.path.exists("runs/compare/results.json")
         args.folder = "runs/compare" if has_all else "runs/quick"
@@ -274,7 +218,13 @@ def main(args: Args) -> None:
         compared = json.load(file)
     older = f"{path} is of an older version: remove {args.folder}, then compare again"
     require("starts" in compared, older)
-    paths, best, seeds = compared["paths"], compared["best"], compared["seeds"]
+    os.makedirs(args.output, exist_ok=True)
+    return compared
+
+
+def main(args: Args) -> None:
+    compared = read_compared(args)
+    paths, seeds = compared["paths"], compared["seeds"]
     methods = {*STATES_OF.values()}
     require(methods <= paths.keys(), f"{args.folder} lacks runs of one of {', '.join(methods)}")
     for method, name in (*((m, "hf") for m in methods), ("ppo", "critic_hf")):
@@ -284,19 +234,7 @@ def main(args: Args) -> None:
                 require(
                     os.path.exists(file), f"{file} is missing: remove {path}, then compare again"
                 )
-    os.makedirs(args.output, exist_ok=True)
-
-    of_k = {
-        k: [("vineppo_cheap", best["vineppo"], s, *UNSHARED, "--k", str(k)) for s in seeds]
-        for k in KS
-    }
-    of_temperature = {
-        (method, t): [(method, best[method], seed, "--temperature", str(t)) for seed in seeds]
-        for method in ("vineppo", "ppo")
-        for t in (0.8, 1.0)
-    }
-    wanted = [key for keys in (*of_k.values(), *of_temperature.values()) for key in keys]
-    runs, commands = plan(wanted, args.folder)
+    commands = {}
     middle = args.iterations[len(args.iterations) // 2]
     policy = f"{paths['vineppo'][0]}/checkpoints/iteration_{middle:06d}/hf"
     fitted = f"{args.folder}/critic_fit.json"
@@ -313,29 +251,18 @@ def main(args: Args) -> None:
             actions = "0" if method == "grpo" else "24"
             command = ["-m", "analysis.values", "--run", path, "--num-actions", actions]
             commands[f"{path}/values.log"] = [*command, "--iterations", *map(str, args.iterations)]
-    bar = tqdm(unit="run", smoothing=0)
+    bar = tqdm(unit="command", smoothing=0)
     run_all(commands, args.jobs, bar)
     bar.close()
-    drop_engine_states(runs)
-
-    def curves_of(keys: list[tuple]) -> list[list[dict]]:
-        return [*map(read_curve, [runs[key] for key in keys], compared["starts"])]
-
-    of_k = {k: curves_of(keys) for k, keys in of_k.items()}
-    of_temperature = {key: curves_of(keys) for key, keys in of_temperature.items()}
-    for method in ("vineppo", "ppo"):
-        of_temperature[method, 0.6] = compared["curves"][method]
-    of_temperature = dict(sorted(of_temperature.items(), key=lambda item: item[0][1]))
     found = read_values(paths, args.iterations)
     summary = summarize(found, args.iterations)
     draw_values(found, middle, f"{args.output}/values.png")
     draw_accuracy(summary, found, f"{args.output}/accuracy.png")
-    draw_ablations(of_k, of_temperature, f"{args.output}/ablations.png")
     with open(fitted) as file:
         fit = json.load(file)
     page = f"{args.output}/results.md"
-    write_numbers(found, summary, of_k, of_temperature, args.iterations, seeds, fit, page)
-    print(f"{page}, values.png, accuracy.png, ablations.png")
+    write_numbers(found, summary, args.iterations, seeds, fit, page)
+    print(f"{page}, values.png, accuracy.png")
 
 
 if __name__ == "__main__":

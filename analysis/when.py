@@ -1,8 +1,10 @@
 """When does VinePPO pay? The map of docs/when.md: kin of the embedded task, with what a response
 should be worth there, and what it is worth.
 
-    python -m analysis.when                 makes what is missing (hours; it can be stopped)
-    python -m analysis.when --seeds 1       one SFT checkpoint for each setting
+    python -m analysis.when --seeds         draws the map again from docs/when.json
+    python -m analysis.when --seeds 1       adds what seed 1 lacks there (hours; it can be stopped)
+
+docs/when.json has what analysis/worth.py found of each setting and seed, on whatever machine.
 
 With groups of G, a response with K rollouts from each of S states samples n times the tokens of one
 without, n = 1 + K ((S + 1) / 2 - (G - 1) / G), as a group shares the rollouts from its prompt.
@@ -105,33 +107,42 @@ def commands(name: str, seed: int, folder: str) -> list[tuple[str, list[str]]]:
     return found + [(f"{run}/worth.json", measure)] * (name != BASE)
 
 
+def made_for(name: str) -> list[dict]:
+    """The setting without its label, and those of the checkpoints that it starts from."""
+    of = []
+    while name:
+        of.append(SETTINGS[name]._asdict() | {"label": ""})
+        name = SETTINGS[name].start
+    return of
+
+
 def check_settings(run: str, name: str) -> None:
     """Writes down what the folder is made for. Raises UsageError if that was something else, or
     was not written down."""
-    made_for, file = [], f"{run}/settings.json"
-    while name:  # and what the checkpoint that it starts from is made for
-        made_for.append(SETTINGS[name]._asdict() | {"label": ""})
-        name = SETTINGS[name].start
+    file = f"{run}/settings.json"
     if not os.path.exists(run):
         os.makedirs(f"{run}.tmp", exist_ok=True)
         with open(f"{run}.tmp/settings.json", "w") as stream:
-            json.dump(made_for, stream)
+            json.dump(made_for(name), stream)
         os.rename(f"{run}.tmp", run)
     known = None
     if os.path.exists(file):
         with open(file) as stream:
             known = json.load(stream)
-    require(known == made_for, f"{run} is of other settings ({file}): remove it or use --folder")
+    others = f"{run} is of other settings ({file}): remove it or use --folder"
+    require(known == made_for(name), others)
 
 
-def make(names: list[str], seeds: tuple[int, ...], folder: str, jobs: int) -> None:
-    """Runs what is missing: a checkpoint after the one that it starts from. Raises UsageError if
-    SETTINGS have changed since a folder was made."""
-    for name in names:
-        for seed in seeds:
-            check_settings(f"{folder}/{name}-seed{seed}", name)
+def make(wanted: list[tuple[str, int]], folder: str, jobs: int) -> None:
+    """Runs what is missing of each (setting, seed): a checkpoint after the one that it starts from.
+    Raises UsageError if SETTINGS have changed since a folder was made."""
+    wanted = [*wanted]
+    for name, seed in wanted:  # and the ones that they start from
+        if (start := (SETTINGS[name].start, seed)) not in wanted and start[0]:
+            wanted.append(start)
+        check_settings(f"{folder}/{name}-seed{seed}", name)
     bar = tqdm(unit="command", smoothing=0)
-    waiting = {(name, seed): commands(name, seed, folder) for name in names for seed in seeds}
+    waiting = {key: commands(*key, folder) for key in wanted}
     while any(waiting.values()):
         ready = {}
         for (name, seed), left in waiting.items():
@@ -147,6 +158,19 @@ def make(names: list[str], seeds: tuple[int, ...], folder: str, jobs: int) -> No
 
 
 # ---- reading -------------------------------------------------------------------------------------
+
+
+def read_record(path: str) -> dict[tuple[str, int], dict]:
+    """What was measured, by setting and seed, less that of settings which have changed since."""
+    if not os.path.exists(path):
+        return {}
+    with open(path) as file:
+        found = {(one["setting"], one["seed"]): one for one in json.load(file)}
+    return {
+        key: one
+        for key, one in found.items()
+        if key[0] in SETTINGS and one["made_for"] == made_for(key[0])
+    }
 
 
 def worth_at(report: dict, k: float, figure: str = "worth") -> float:
@@ -219,7 +243,7 @@ def make_tables(found: dict[str, list[dict]], before: dict[str, dict[float, floa
     rows, others = [], []
     for name, reports in found.items():
         label = SETTINGS[name].label
-        cells = [label, f"{statistics.mean(r['reward'] for r in reports):.2f}"]
+        cells = [label, str(len(reports)), f"{statistics.mean(r['reward'] for r in reports):.2f}"]
         by_line = interval([worth_at(r, 9) for r in reports], ".2f")
         for k, found_w in ((3, measured(reports, "VinePPO, K = 3")), (9, by_line)):
             after = statistics.mean(worth_at(r, k, "expected") for r in reports)
@@ -235,6 +259,7 @@ def make_tables(found: dict[str, list[dict]], before: dict[str, dict[float, floa
         others.append(cells)
     header = [
         "setting",
+        "seeds",
         "reward",
         "W, K = 3: expected",
         "measured",
@@ -305,21 +330,29 @@ def main(
     jobs: int = min(2, os.cpu_count() or 1),
 ) -> None:
     os.makedirs(folder, exist_ok=True)
-    names = list(settings)
-    for name in names:  # and the ones that they start from
-        if (start := SETTINGS[name].start) and start not in names:
-            names.append(start)
-    make(names, seeds, folder, jobs)
+    os.makedirs(output, exist_ok=True)
+    record = read_record(f"{output}/when.json")
+    wanted = [(name, seed) for name in settings if name != BASE for seed in seeds]
+    wanted = [key for key in wanted if key not in record]
+    make(wanted, folder, jobs)
+    for name, seed in wanted:
+        with open(f"{folder}/{name}-seed{seed}/worth.json") as file:
+            report = json.load(file)
+        measured_at = {"made_for": made_for(name), "machine": describe_machine(), "report": report}
+        record[name, seed] = {"setting": name, "seed": seed, **measured_at}
+    ordered = [record[key] for name in SETTINGS for key in sorted(record) if key[0] == name]
+    require(ordered, f"{output}/when.json has no figures yet: name --seeds")
+    with open(f"{output}/when.json", "w") as file:
+        json.dump(ordered, file, indent=1)
     found: dict[str, list[dict]] = {}
-    for name in settings:
-        for seed in seeds if name != BASE else ():
-            with open(f"{folder}/{name}-seed{seed}/worth.json") as file:
-                found.setdefault(name, []).append(json.load(file))
+    for one in ordered:
+        found.setdefault(one["setting"], []).append(one["report"])
     before = {name: expect(SETTINGS[name]) for name in found}
+    machines = sorted({one["machine"] for one in ordered})
     text = f"""{START}
-Written by `python -m analysis.when`. {describe_machine()}; SFT seeds
-{", ".join(map(str, seeds))}: mean ± half of a 95 % interval over them (of one seed, ± a standard
-error). By a line: through 1 / W of exact values, K = 1 and K = 3.
+Written by `python -m analysis.when` from [when.json](when.json). {"; ".join(machines)}. Mean ± half
+of a 95 % interval over SFT seeds (of one seed, ± a standard error). By a line: through 1 / W of
+exact values, K = 1 and K = 3.
 
 {make_tables(found, before)}{END}
 """

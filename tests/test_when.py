@@ -256,10 +256,10 @@ def test_tables_and_figures_from_reports(tmp_path):
     rows = [line for line in text.splitlines() if line.startswith("| 8 operations |")]
     first, second = (row.split(" | ") for row in rows)
     after = sum(when.worth_at(report, 3, "expected") for report in found["center"]) / 2
-    assert first[1:4] == ["0.30", f"2.5, {after:.1f}", "2.34 ± 0.06"]
-    assert first[6] == "13.0" and second[1] == "1.00 ± 0.06 for 1.0"
+    assert first[1:5] == ["2", "0.30", f"2.5, {after:.1f}", "2.34 ± 0.06"]
+    assert first[7] == "13.0" and second[1] == "1.00 ± 0.06 for 1.0"
     ks = [when.best_limit(report)[1] for report in found["center"]]
-    assert first[7].endswith(f" ({ks[0]}, {ks[1]}) |")
+    assert first[8].endswith(f" ({ks[0]}, {ks[1]}) |")
     assert when.measured(found["center"][:1], "VinePPO, K = 3") == "2.33 ± 0.10"
     when.draw_lengths(found, before, str(tmp_path))
     when.draw_settings(found, before, str(tmp_path))
@@ -287,20 +287,54 @@ def test_a_checkpoint_is_made_after_the_one_that_it_starts_from(tmp_path, monkey
                 json.dump({}, file)
 
     monkeypatch.setattr(when, "run_all", pretend)
-    when.make(list(reversed(when.SETTINGS)), (1,), str(tmp_path), 2)
+    every = [(name, 1) for name in when.SETTINGS]
+    when.make([*reversed(every)], str(tmp_path), 2)
     assert len(order) == 3 * len(when.SETTINGS) - 1
     order.clear()
-    when.make(list(when.SETTINGS), (1,), str(tmp_path), 2)
+    when.make(every, str(tmp_path), 2)
     assert not order
     changed = when.SETTINGS["steps16"]._replace(slip=0.3)  # steps32 starts from it
     monkeypatch.setitem(when.SETTINGS, "steps16", changed)
-    when.make(["base", "center"], (1,), str(tmp_path), 2)
+    when.make([("center", 1)], str(tmp_path), 2)
     monkeypatch.setitem(when.SETTINGS, "lost", when.SETTINGS["lost"]._replace(label="another"))
-    when.make(["lost"], (1,), str(tmp_path), 2)
+    when.make([("lost", 1)], str(tmp_path), 2)
     os.remove(tmp_path / "right1-seed1/settings.json")
     for name in ("steps16", "steps32", "right1"):
         with pytest.raises(UsageError, match=f"{name}-seed1 is of other settings"):
-            when.make([name], (1,), str(tmp_path), 2)
+            when.make([(name, 1)], str(tmp_path), 2)
+
+
+def test_what_was_measured_is_kept_for_the_next_seeds(tmp_path, monkeypatch):
+    made, page = [], tmp_path / "docs/when.md"
+
+    def pretend(wanted, folder, jobs):
+        for name, seed in wanted:
+            made.append((name, seed))
+            os.makedirs(f"{folder}/{name}-seed{seed}")
+            with open(f"{folder}/{name}-seed{seed}/worth.json", "w") as file:
+                json.dump(make_report(seed), file)
+
+    def draw(folder, *seeds, settings=("base", "center")):
+        made.clear()
+        when.main(seeds, settings, str(tmp_path / folder), str(tmp_path / "docs"))
+        return [line for line in page.read_text().splitlines() if line.startswith("| 8 op")]
+
+    monkeypatch.setattr(when, "make", pretend)
+    monkeypatch.setattr(when, "expect", lambda setting: dict.fromkeys(when.KS, 2.5))
+    with pytest.raises(UsageError, match="has no figures yet: name --seeds"):
+        draw("nothing")
+    before = draw("here", 2)
+    after = draw("elsewhere", 1, 2)  # nothing of the first machine's runs is left
+    assert made == [("center", 1)]
+    both = [make_report(1), make_report(2)]
+    found = {"center": both[1:]}, {"center": both}
+    expected = [when.make_tables(of, {"center": when.expect(None)}) for of in found]
+    assert all(row in expected[0] for row in before) and "| 8 operations | 1 |" in before[0]
+    assert all(row in expected[1] for row in after) and "| 8 operations | 2 |" in after[0]
+    assert draw("nowhere") == after and not made
+    changed = when.SETTINGS["base"]._replace(epochs=0.7)  # center starts from it
+    monkeypatch.setitem(when.SETTINGS, "base", changed)
+    assert draw("again", 2) == before and made == [("center", 2)]
 
 
 def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
