@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 import ppo
 import sft
-from analysis import best_critic, compare, gradient
+from analysis import best_critic, compare, gradient, paired
 from analysis import curves as learning_curves
 from analysis.exact import DIGITS, OPS, exact_values, read_digits, read_prompt
 from common import UsageError, data, steps
@@ -278,6 +279,39 @@ def test_runs_side_by_side_by_minutes_of_training(tmp_path, monkeypatch):
     (tmp_path / "fast" / "metrics.jsonl").write_text('{"iteration": 1, "loss": 1}\n')
     with pytest.raises(UsageError, match="fast has no rewards: name a run of an RL script"):
         learning_curves.main([f"{tmp_path}/slow", f"{tmp_path}/fast"], f"{tmp_path}/c.png")
+
+
+def test_checkpoints_are_compared_problem_by_problem(tmp_path, capsys):
+    of = {"task": "gsm8k", "data_dir": "d", "split": "test", "num_problems": 0, "temperature": 1.0}
+    of |= {"max_model_len": 128, "max_response_len": 72}
+    draw = random.Random(0)
+    before = [draw.random() for _ in range(400)]
+    after = [x + 0.1 + 0.02 * draw.gauss(0, 1) for x in before]
+    for name, scores, other in (
+        ("before", before, {}),
+        ("after", after, {}),
+        ("warm", after, {"temperature": 0.5}),
+        ("few", after[1:], {}),
+    ):
+        (tmp_path / name).write_text(json.dumps({"model": name, "scores": scores, **of, **other}))
+    first, second = f"{tmp_path}/before", f"{tmp_path}/after"
+    paired.main([first, second])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    mean = sum(before) / 400
+    assert rows[2][0] == "| before" and rows[2][1].startswith(f"{mean:.3f} (")
+    found = [float(x) for x in re.findall(r"[+-]?\d\.\d+", rows[3][2])]
+    # 0.02 / sqrt(400) = 0.001; the two means have 0.0144
+    assert found[0] == pytest.approx(sum(after) / 400 - mean, abs=6e-4)
+    assert found[1:] == pytest.approx([found[0] - 0.00196, found[0] + 0.00196], abs=1.2e-3)
+    low, high = re.findall(r"\d\.\d+", rows[3][1])[1:]
+    assert float(high) - float(low) == pytest.approx(2 * 1.96 * 0.2887 / 20, abs=0.006)
+    for name, message in (
+        ("warm", "warm: of other temperature than .*before"),
+        ("few", "few: 399 problems; .*before: 400"),
+        ("none", "none: no such file; evaluate.py --output writes it"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            paired.main([first, f"{tmp_path}/{name}"])
 
 
 def test_figures_of_the_comparison(tmp_path, monkeypatch):
