@@ -133,16 +133,16 @@ def check_settings(run: str, name: str) -> None:
     require(known == made_for(name), others)
 
 
-def make(wanted: list[tuple[str, int]], folder: str, jobs: int) -> None:
+def make(wanted: list[tuple[str, int]], folder: str, jobs: int, measure: bool = True) -> None:
     """Runs what is missing of each (setting, seed): a checkpoint after the one that it starts from.
     Raises UsageError if SETTINGS have changed since a folder was made."""
-    wanted = [*wanted]
+    wanted = [*dict.fromkeys(wanted)]
     for name, seed in wanted:  # and the ones that they start from
         if (start := (SETTINGS[name].start, seed)) not in wanted and start[0]:
             wanted.append(start)
         check_settings(f"{folder}/{name}-seed{seed}", name)
     bar = tqdm(unit="command", smoothing=0)
-    waiting = {key: commands(*key, folder) for key in wanted}
+    waiting = {key: commands(*key, folder)[: 3 if measure else 2] for key in wanted}
     while any(waiting.values()):
         ready = {}
         for (name, seed), left in waiting.items():

@@ -288,6 +288,8 @@ def test_a_checkpoint_is_made_after_the_one_that_it_starts_from(tmp_path, monkey
 
     monkeypatch.setattr(when, "run_all", pretend)
     every = [(name, 1) for name in when.SETTINGS]
+    when.make([("center", 1), ("center", 1)], str(tmp_path), 2, measure=False)
+    assert [command[1] for command in order] == ["recipes.chains", "--model"] * 2
     when.make([*reversed(every)], str(tmp_path), 2)
     assert len(order) == 3 * len(when.SETTINGS) - 1
     order.clear()
@@ -339,7 +341,8 @@ def test_what_was_measured_is_kept_for_the_next_seeds(tmp_path, monkeypatch):
 
 def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
     """Budgets of 1, 2.5 and 6 times the responses; the best of each grid is run on other seeds."""
-    commands, last = [], {"time/rollouts": 6.0, "tokens/rollouts": 500.0, "time/sample": 1.0}
+    made, commands = [], []
+    last = {"time/rollouts": 6.0, "tokens/rollouts": 500.0, "time/sample": 1.0}
     last |= {"time/logprobs": 1.0, "time/update": 2.0, "tokens/sample": 100.0}
 
     def pretend(ready, jobs, bar):
@@ -356,9 +359,11 @@ def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
             open(f"{of['--output-dir']}/finished", "w").close()
 
     monkeypatch.setattr(corners, "run_all", pretend)
-    folder, page = str(tmp_path / "runs"), tmp_path / "when.md"
-    options = {"folder": folder, "output": str(page), "seeds": (2, 4)}
-    corners.main(settings=("center",), checkpoints="made", **options)
+    monkeypatch.setattr(corners, "make", lambda wanted, *_, measure: made.extend(wanted))
+    page = tmp_path / "when.md"
+    options = {"settings": ("center",), "seeds": (2, 4), "output": str(tmp_path)}
+    corners.main(**options, folder=str(tmp_path / "runs"), checkpoints="made")
+    assert {*made} == {("center", 1)}
     rows = [line.split(" | ") for line in page.read_text().splitlines() if " ± 0" in line]
     assert [row[1] for row in rows[:2]] == ["VinePPO, K = 3", "GRPO, equal responses"]
     sizes = {row[1]: (row[2], row[3], row[4]) for row in rows}
@@ -376,8 +381,10 @@ def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
         args = flags.parse(script.Args)
         flags.check(args, args.num_prompts * args.group_size)
     commands.clear()
-    corners.main(settings=("center",), checkpoints="made", **options)
-    assert not commands  # all of it is there
+    made.clear()
+    before = page.read_text()
+    corners.main(**options, folder=str(tmp_path / "elsewhere"), checkpoints="none")
+    assert not commands and not made and page.read_text() == before  # all of it is in the record
 
 
 def test_the_tree_that_is_measured_is_the_forks():
