@@ -28,6 +28,7 @@ from analysis.compare import (
     use_log_axis,
     write_block,
 )
+from common import require
 
 UNSHARED = ("--no-share-rollouts",)
 KS = {1: ("K = 1", "#f2a766", "^"), 3: ("K = 3", "#d55e00", "s"), 9: ("K = 9", "#7a3500", "o")}
@@ -100,6 +101,7 @@ Last pass@1 at temperatures {", ".join(f"{t:g}" for t in TEMPERATURES)}: {"; ".j
 def main(args: Args) -> None:
     compared = figures.read_compared(args)
     best, seeds = compared["best"], compared["seeds"]
+    require({"vineppo", "ppo"} <= best.keys(), f"{args.folder} lacks runs of VinePPO or PPO")
     of_k = {
         k: [("vineppo_cheap", best["vineppo"], s, *UNSHARED, "--k", str(k)) for s in seeds]
         for k in KS

@@ -516,6 +516,20 @@ def write_between(path: str, start: str, end: str, text: str, title: str = "") -
         file.write(page)
 
 
+def update_record(path: str, new: dict[str, dict]) -> dict[str, dict]:
+    """The entries of a JSON file, which has the new ones from now on."""
+    record = {}
+    if os.path.exists(path):
+        with open(path) as file:
+            record = json.load(file)
+    if new:
+        record |= new
+        with open(f"{path}.tmp", "w") as file:
+            json.dump(record, file, indent=1)
+        os.replace(f"{path}.tmp", path)
+    return record
+
+
 def extend(rates: list[float], best: float) -> bool:
     """Where the best rate is at an edge of the grid, adds one behind it. Whether it did."""
     if best == min(rates):

@@ -1,10 +1,10 @@
 """Does the map hold in training? VinePPO against GRPO and RLOO with as many responses, sampled
 tokens or seconds as VinePPO took, from the map's checkpoints.
 
-    python -m analysis.corners                           the runs that are missing (hours)
-    python -m analysis.corners --settings steps4         of one setting
+    python -m analysis.corners                           the settings that are missing (hours)
+    python -m analysis.corners --settings steps4         one of them, if it is missing
 
-It writes docs/when.md, from docs/corners.json, which has the score of each run.
+The tables in docs/when.md have all settings of docs/corners.json, each made on one machine.
 
 VinePPO runs with K = 3 and its defaults, at its best learning rate. GRPO and RLOO get, for each
 budget, the best rate and the best number of prompts of an iteration (PROMPTS): more prompts of
@@ -13,7 +13,6 @@ there. All is chosen on seed 1; the table has the seeds behind it. All start fro
 checkpoint of seed 1, so the intervals leave out what differs between checkpoints.
 """
 
-import json
 import math
 import os
 from typing import NamedTuple
@@ -29,10 +28,12 @@ from analysis.compare import (
     interval,
     run_all,
     table,
+    update_record,
     write_between,
 )
 from analysis.curves import read_metrics
-from analysis.when import SETTINGS, make
+from analysis.when import SETTINGS, current, made_for, make
+from common import require
 
 START, END = "<!-- corners -->", "<!-- end of corners -->"
 RATES = (6e-5, 1.2e-4, 2.4e-4)
@@ -52,12 +53,13 @@ class Run(NamedTuple):
     def size(self) -> str:
         return f"{self.iterations} x {self.num_prompts * GROUP}"
 
-    def name(self) -> str:
-        size = f"{self.num_prompts}x{self.iterations}"
-        return f"{self.setting}-{self.method}-{size}-lr{self.rate:g}-seed{self.seed}"
+    def folder(self, where: str) -> str:
+        """Beside the checkpoint: whoever removes that removes its runs."""
+        size = f"{self.num_prompts}x{self.iterations}-lr{self.rate:g}"
+        return f"{where}/{self.setting}-seed1/corners/{self.method}-{size}-seed{self.seed}"
 
-    def command(self, where: str, checkpoints: str) -> list[str]:
-        made, folder = f"{checkpoints}/{self.setting}-seed1", f"{where}/{self.name()}"
+    def command(self, where: str) -> list[str]:
+        made, folder = f"{where}/{self.setting}-seed1", self.folder(where)
         response, whole = map(str, SETTINGS[self.setting].lengths())
         flags = ["--task", "jsonl", "--data-dir", f"{made}/problems", "--model", f"{made}/sft/hf"]
         flags += ["--max-response-len", response, "--max-model-len", whole, *EVALUATION]
@@ -70,19 +72,22 @@ class Run(NamedTuple):
         return [f"{self.method}.py", *flags, "--output-dir", folder, "--resume", resume]
 
 
-def read(folder: str) -> dict:
-    """Of a run: its last pass@1 on validation problems; what VinePPO's responses cost."""
-    lines = list(read_metrics(folder))
-    found = {"score": [line["eval/pass@1"] for line in lines if "eval/pass@1" in line][-1]}
-    if "time/rollouts" in lines[0]:
-        found["cost"] = measure_cost(lines)
-    return found
+def train(runs: list[Run], where: str, jobs: int, bar: tqdm) -> None:
+    left = [run for run in runs if not os.path.exists(f"{run.folder(where)}/finished")]
+    run_all({f"{run.folder(where)}.log": run.command(where) for run in left}, jobs, bar)
+    drop_engine_states({run: run.folder(where) for run in runs})
 
 
-def measure_cost(lines: list[dict]) -> dict[str, float]:
+def score(run: Run, where: str) -> float:
+    """Its last pass@1 on validation problems."""
+    return [x["eval/pass@1"] for x in read_metrics(run.folder(where)) if "eval/pass@1" in x][-1]
+
+
+def measure_cost(folder: str) -> dict[str, float]:
     """What a VinePPO response costs, in those of the same run without its rollouts."""
     names = "time/sample", "time/rollouts", "time/logprobs", "time/update"
     names += "tokens/sample", "tokens/rollouts"
+    lines = list(read_metrics(folder))
     total = {name: sum(line[name] for line in lines) for name in names}
     without = total["time/sample"] + total["time/logprobs"] + total["time/update"]
     return {
@@ -92,87 +97,92 @@ def measure_cost(lines: list[dict]) -> dict[str, float]:
     }
 
 
-def main(
-    settings: tuple[str, ...] = ("steps4", "center", "steps16"),
-    seeds: tuple[int, ...] = (2, 3, 4, 5, 6),
-    folder: str = "runs/corners",
-    checkpoints: str = "runs/when",
-    output: str = "docs",
-    jobs: int = min(2, os.cpu_count() or 1),
-) -> None:
-    os.makedirs(folder, exist_ok=True)
-    os.makedirs(output, exist_ok=True)
-    record, file = {}, f"{output}/corners.json"
-    if os.path.exists(file):
-        with open(file) as stream:
-            record = json.load(stream)
-    bar = tqdm(unit="run", smoothing=0)
-
-    def train(runs: list[Run]) -> None:
-        """Those that are not in the record, which then has them."""
-        left = {run: f"{folder}/{run.name()}" for run in runs if run.name() not in record}
-        make([(run.setting, 1) for run in left], checkpoints, jobs, measure=False)
-        waiting = {r: path for r, path in left.items() if not os.path.exists(f"{path}/finished")}
-        commands = {f"{path}.log": r.command(folder, checkpoints) for r, path in waiting.items()}
-        run_all(commands, jobs, bar)
-        drop_engine_states(left)
-        record.update({run.name(): read(path) for run, path in left.items()})
-        with open(f"{file}.tmp", "w") as stream:
-            json.dump(record, stream, indent=1)
-        os.replace(f"{file}.tmp", file)
-
-    def score(run: Run) -> float:
-        return record[run.name()]["score"]
+def compare(setting: str, seeds: tuple[int, ...], where: str, jobs: int, bar: tqdm) -> dict:
+    """What docs/corners.json has of a setting: rows of the two tables."""
 
     def tune(sizes: list[Run]) -> tuple[Run, list[Run]]:
         """(The best of these at any learning rate, all that were tried)."""
         rates = list(RATES)
         while True:
             runs = [run._replace(rate=rate) for run in sizes for rate in rates]
-            train(runs)
-            best = max(runs, key=score)
+            train(runs, where, jobs, bar)
+            best = max(runs, key=lambda run: score(run, where))
             if not extend(rates, best.rate):
                 return best, runs
 
+    make([(setting, 1)], where, jobs, measure=False)
+    os.makedirs(f"{where}/{setting}-seed1/corners", exist_ok=True)
+    ours, tried = tune([Run(setting, "vineppo", 8, ITERATIONS, 0.0, 1)])
+    chosen, cost = {("vineppo", "responses"): ours}, measure_cost(ours.folder(where))
+    for method in ("grpo", "rloo"):
+        for budget, times in cost.items():
+            sizes = [(p, math.ceil(8 * ITERATIONS * times / p)) for p in PROMPTS]
+            best, runs = tune([Run(setting, method, *size, 0.0, 1) for size in sizes])
+            chosen[method, budget] = best
+            tried += runs
+    finals = {k: [run._replace(seed=seed) for seed in seeds] for k, run in chosen.items()}
+    train([run for runs in finals.values() for run in runs], where, jobs, bar)
     rows, tuning = [], []
-    for setting in settings:
-        ours, tried = tune([Run(setting, "vineppo", 8, ITERATIONS, 0.0, 1)])
-        chosen, cost = {("vineppo", "responses"): ours}, record[ours.name()]["cost"]
-        for method in ("grpo", "rloo"):
-            for budget, times in cost.items():
-                sizes = [(p, math.ceil(8 * ITERATIONS * times / p)) for p in PROMPTS]
-                best, runs = tune([Run(setting, method, *size, 0.0, 1) for size in sizes])
-                chosen[method, budget] = best
-                tried += runs
-        finals = {k: [run._replace(seed=seed) for seed in seeds] for k, run in chosen.items()}
-        train([run for runs in finals.values() for run in runs])
-        for (method, budget), runs in finals.items():
-            label = f"{NAMES[method]}, equal {budget}" if method != "vineppo" else "VinePPO, K = 3"
-            cells = [SETTINGS[setting].label, label, runs[0].size(), f"{runs[0].rate:.2g}"]
-            rows.append([*cells, f"{cost[budget]:.1f}", interval([*map(score, runs)])])
-        for run in dict.fromkeys(run._replace(rate=0.0) for run in tried):
-            of_rate = {r.rate: score(r) for r in tried if r._replace(rate=0.0) == run}
-            tuning.append(([SETTINGS[setting].label, NAMES[run.method], run.size()], of_rate))
-    bar.close()
-    rates = sorted({rate for _, of_rate in tuning for rate in of_rate})
+    for (method, budget), runs in finals.items():
+        label = f"{NAMES[method]}, equal {budget}" if method != "vineppo" else "VinePPO, K = 3"
+        row = {"label": label, "size": runs[0].size(), "rate": runs[0].rate}
+        rows.append(row | {"times": cost[budget], "scores": [score(r, where) for r in runs]})
+    for run in dict.fromkeys(run._replace(rate=0.0) for run in tried):
+        of_rate = {r.rate: score(r, where) for r in tried if r._replace(rate=0.0) == run}
+        tuning.append({"label": NAMES[run.method], "size": run.size(), "by rate": of_rate})
+    return {"rows": rows, "tuning": tuning}
+
+
+def write(record: dict[str, dict], output: str) -> None:
+    """The block `corners` of docs/when.md."""
+    rows, grid = [], []
+    tuning = [(name, row) for name, of in record.items() for row in of["tuning"]]
+    rates = sorted({float(rate) for _, row in tuning for rate in row["by rate"]})
+    for name, of in record.items():
+        for row in of["rows"]:
+            cells = [SETTINGS[name].label, row["label"], row["size"], f"{row['rate']:.2g}"]
+            rows.append([*cells, f"{row['times']:.1f}", interval(row["scores"])])
+    for name, row in tuning:
+        of_rate = {float(rate): f"{found:.3f}" for rate, found in row["by rate"].items()}
+        cells = [SETTINGS[name].label, row["label"], row["size"]]
+        grid.append([*cells, *(of_rate.get(rate, "") for rate in rates)])
+    machines = sorted({of["machine"] for of in record.values()})
+    seeds = sorted({", ".join(map(str, of["seeds"])) for of in record.values()})
     first = ["setting", "method", "iterations x responses"]
-    header = [*first, "learning rate", "times the responses"]
-    grid = [
-        [*cells, *(f"{of_rate[r]:.3f}" if r in of_rate else "" for r in rates)]
-        for cells, of_rate in tuning
-    ]
+    header = [*first, "learning rate", "times the responses", "pass@1"]
     text = f"""{START}
-Written by `python -m analysis.corners`. {describe_machine()}; seeds
-{", ".join(map(str, seeds))}: mean ± half of a 95 % interval (Student's t) of the last pass@1 on 250
+Written by `python -m analysis.corners`. {"; ".join(machines)}; seeds
+{"; ".join(seeds)}: mean ± half of a 95 % interval (Student's t) of the last pass@1 on 250
 validation problems, 4 responses each, all from one SFT checkpoint of each setting.
 
-{table([*header, "pass@1"], rows)}
+{table(header, rows)}
 How they were chosen: pass@1 by learning rate, seed 1.
 
 {table([*first, *(f"{rate:.2g}" for rate in rates)], grid)}{END}
 """
-    write_between(f"{output}/when.md", START, END, text, "# When does VinePPO pay?\n\n")
+    write_between(output, START, END, text, "# When does VinePPO pay?\n\n")
     print(text)
+
+
+def main(
+    settings: tuple[str, ...] = ("steps4", "center", "steps16"),
+    seeds: tuple[int, ...] = (2, 3, 4, 5, 6),
+    folder: str = "runs/when",
+    output: str = "docs",
+    jobs: int = min(2, os.cpu_count() or 1),
+) -> None:
+    os.makedirs(output, exist_ok=True)
+    bar = tqdm(unit="run", smoothing=0)
+    for setting in settings:
+        made = {"made_for": made_for(setting), "seeds": [*seeds]}
+        known = update_record(f"{output}/corners.json", {}).get(setting, {})
+        if known | made != known:
+            made |= {"machine": describe_machine(), **compare(setting, seeds, folder, jobs, bar)}
+            update_record(f"{output}/corners.json", {setting: made})
+    bar.close()
+    record = current(update_record(f"{output}/corners.json", {}))
+    require(record, f"{output}/corners.json has no figures yet: name --settings")
+    write({name: record[name] for name in SETTINGS if name in record}, f"{output}/when.md")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m analysis.figures
 
-Calls values.py on checkpoints of the VinePPO, PPO and GRPO runs, where that is missing.
+Where they are missing, it makes the figures of analysis/values.py for checkpoints of the VinePPO,
+PPO and GRPO runs, and those of analysis/critic.py: can PPO's critic be fitted to exact values?
 """
 
 import json

@@ -1,10 +1,11 @@
 """When does VinePPO pay? The map of docs/when.md: kin of the embedded task, with what a response
 should be worth there, and what it is worth.
 
-    python -m analysis.when --seeds         draws the map again from docs/when.json
-    python -m analysis.when --seeds 1       adds what seed 1 lacks there (hours; it can be stopped)
+    python -m analysis.when                 what is missing of seeds 1, 2, 3 (hours; can be stopped)
+    python -m analysis.when --seeds 1 --settings steps4            of one seed, of one setting
+    python -m analysis.when --seeds         only draws
 
-docs/when.json has what analysis/worth.py found of each setting and seed, on whatever machine.
+The map has all of docs/when.json: what analysis/worth.py found, by setting and seed.
 
 With groups of G, a response with K rollouts from each of S states samples n times the tokens of one
 without, n = 1 + K ((S + 1) / 2 - (G - 1) / G), as a group shares the rollouts from its prompt.
@@ -32,6 +33,7 @@ from analysis.compare import (
     run_all,
     save,
     table,
+    update_record,
     use_log_axis,
     write_between,
 )
@@ -136,13 +138,16 @@ def check_settings(run: str, name: str) -> None:
 def make(wanted: list[tuple[str, int]], folder: str, jobs: int, measure: bool = True) -> None:
     """Runs what is missing of each (setting, seed): a checkpoint after the one that it starts from.
     Raises UsageError if SETTINGS have changed since a folder was made."""
-    wanted = [*dict.fromkeys(wanted)]
-    for name, seed in wanted:  # and the ones that they start from
-        if (start := (SETTINGS[name].start, seed)) not in wanted and start[0]:
-            wanted.append(start)
+    needed = [*wanted]
+    for name, seed in needed:  # and the ones that they start from
+        if (start := (SETTINGS[name].start, seed)) not in needed and start[0]:
+            needed.append(start)
         check_settings(f"{folder}/{name}-seed{seed}", name)
     bar = tqdm(unit="command", smoothing=0)
-    waiting = {key: commands(*key, folder)[: 3 if measure else 2] for key in wanted}
+    waiting = {key: commands(*key, folder) for key in needed}
+    for key, of in waiting.items():
+        if not measure or key not in wanted:
+            del of[2:]
     while any(waiting.values()):
         ready = {}
         for (name, seed), left in waiting.items():
@@ -160,17 +165,16 @@ def make(wanted: list[tuple[str, int]], folder: str, jobs: int, measure: bool = 
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_record(path: str) -> dict[tuple[str, int], dict]:
-    """What was measured, by setting and seed, less that of settings which have changed since."""
-    if not os.path.exists(path):
-        return {}
-    with open(path) as file:
-        found = {(one["setting"], one["seed"]): one for one in json.load(file)}
-    return {
-        key: one
-        for key, one in found.items()
-        if key[0] in SETTINGS and one["made_for"] == made_for(key[0])
-    }
+def current(record: dict[str, dict]) -> dict[str, dict]:
+    """The entries whose settings are still the same."""
+    found = {}
+    for key, one in record.items():
+        name = key.partition("-seed")[0]
+        if name in SETTINGS and one["made_for"] == made_for(name):
+            found[key] = one
+        else:
+            print(f"{key} is left out: its settings have changed")
+    return found
 
 
 def worth_at(report: dict, k: float, figure: str = "worth") -> float:
@@ -331,24 +335,29 @@ def main(
 ) -> None:
     os.makedirs(folder, exist_ok=True)
     os.makedirs(output, exist_ok=True)
-    record = read_record(f"{output}/when.json")
+    path = f"{output}/when.json"
+    known = current(update_record(path, {}))
     wanted = [(name, seed) for name in settings if name != BASE for seed in seeds]
-    wanted = [key for key in wanted if key not in record]
+    wanted = [(name, seed) for name, seed in wanted if f"{name}-seed{seed}" not in known]
     make(wanted, folder, jobs)
     for name, seed in wanted:
         with open(f"{folder}/{name}-seed{seed}/worth.json") as file:
             report = json.load(file)
-        measured_at = {"made_for": made_for(name), "machine": describe_machine(), "report": report}
-        record[name, seed] = {"setting": name, "seed": seed, **measured_at}
-    ordered = [record[key] for name in SETTINGS for key in sorted(record) if key[0] == name]
-    require(ordered, f"{output}/when.json has no figures yet: name --seeds")
-    with open(f"{output}/when.json", "w") as file:
-        json.dump(ordered, file, indent=1)
+        made = {"made_for": made_for(name), "machine": describe_machine(), "report": report}
+        known |= {f"{name}-seed{seed}": made}
+        update_record(path, {f"{name}-seed{seed}": made})
+    require(known, f"{path} has no figures yet: name a seed, as in --seeds 1")
+    ordered = [
+        (name, known[key])
+        for name in SETTINGS
+        for key in sorted(known)
+        if key.startswith(f"{name}-seed")
+    ]
     found: dict[str, list[dict]] = {}
-    for one in ordered:
-        found.setdefault(one["setting"], []).append(one["report"])
+    for name, one in ordered:
+        found.setdefault(name, []).append(one["report"])
     before = {name: expect(SETTINGS[name]) for name in found}
-    machines = sorted({one["machine"] for one in ordered})
+    machines = sorted({one["machine"] for one in known.values()})
     text = f"""{START}
 Written by `python -m analysis.when` from [when.json](when.json). {"; ".join(machines)}. Mean ± half
 of a 95 % interval over SFT seeds (of one seed, ± a standard error). By a line: through 1 / W of

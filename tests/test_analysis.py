@@ -294,7 +294,10 @@ def test_checkpoints_are_compared_problem_by_problem(tmp_path, capsys):
         ("few", after[1:], {}),
     ):
         (tmp_path / name).write_text(json.dumps({"model": name, "scores": scores, **of, **other}))
+    (tmp_path / "strange").write_text("{}")
     first, second = f"{tmp_path}/before", f"{tmp_path}/after"
+    with pytest.raises(UsageError, match="name two files or more"):
+        paired.main([first])
     paired.main([first, second])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
     mean = sum(before) / 400
@@ -306,7 +309,8 @@ def test_checkpoints_are_compared_problem_by_problem(tmp_path, capsys):
     low, high = re.findall(r"\d\.\d+", rows[3][1])[1:]
     assert float(high) - float(low) == pytest.approx(2 * 1.96 * 0.2887 / 20, abs=0.006)
     for name, message in (
-        ("warm", "warm: of other temperature than .*before"),
+        ("warm", "warm has another temperature than .*before"),
+        ("strange", "strange is not what evaluate.py --output writes"),
         ("few", "few: 399 problems; .*before: 400"),
         ("none", "none: no such file; evaluate.py --output writes it"),
     ):

@@ -290,10 +290,13 @@ def test_a_checkpoint_is_made_after_the_one_that_it_starts_from(tmp_path, monkey
     every = [(name, 1) for name in when.SETTINGS]
     when.make([("center", 1), ("center", 1)], str(tmp_path), 2, measure=False)
     assert [command[1] for command in order] == ["recipes.chains", "--model"] * 2
+    when.make([("steps32", 1)], str(tmp_path), 2)
+    assert not (tmp_path / "steps16-seed1/worth.json").exists()  # it is only where steps32 starts
     when.make([*reversed(every)], str(tmp_path), 2)
     assert len(order) == 3 * len(when.SETTINGS) - 1
     order.clear()
     when.make(every, str(tmp_path), 2)
+    when.make([("center", 1)], str(tmp_path), 2)
     assert not order
     changed = when.SETTINGS["steps16"]._replace(slip=0.3)  # steps32 starts from it
     monkeypatch.setitem(when.SETTINGS, "steps16", changed)
@@ -323,7 +326,7 @@ def test_what_was_measured_is_kept_for_the_next_seeds(tmp_path, monkeypatch):
 
     monkeypatch.setattr(when, "make", pretend)
     monkeypatch.setattr(when, "expect", lambda setting: dict.fromkeys(when.KS, 2.5))
-    with pytest.raises(UsageError, match="has no figures yet: name --seeds"):
+    with pytest.raises(UsageError, match="has no figures yet: name a seed"):
         draw("nothing")
     before = draw("here", 2)
     after = draw("elsewhere", 1, 2)  # nothing of the first machine's runs is left
@@ -334,9 +337,17 @@ def test_what_was_measured_is_kept_for_the_next_seeds(tmp_path, monkeypatch):
     assert all(row in expected[0] for row in before) and "| 8 operations | 1 |" in before[0]
     assert all(row in expected[1] for row in after) and "| 8 operations | 2 |" in after[0]
     assert draw("nowhere") == after and not made
+    kept = (tmp_path / "docs/when.json").read_text()
     changed = when.SETTINGS["base"]._replace(epochs=0.7)  # center starts from it
     monkeypatch.setitem(when.SETTINGS, "base", changed)
+    with pytest.raises(UsageError, match="has no figures yet"):
+        draw("again")
+    assert (tmp_path / "docs/when.json").read_text() == kept  # whoever changes it back has them
     assert draw("again", 2) == before and made == [("center", 2)]
+
+
+def of_command(command: list[str]) -> dict[str, str]:
+    return dict(zip(command[1::2], command[2::2], strict=True))
 
 
 def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
@@ -348,7 +359,7 @@ def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
     def pretend(ready, jobs, bar):
         for command in ready.values():
             commands.append(command)
-            of = dict(zip(command[1::2], command[2::2], strict=True))
+            of = of_command(command)
             os.makedirs(of["--output-dir"])
             # best: the middle rate, for RLOO one beyond the grid; and many prompts
             best = 4.8e-4 if command[0] == "rloo.py" else 1.2e-4
@@ -358,12 +369,23 @@ def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
                 file.write(json.dumps({**last, "iteration": 1, "eval/pass@1": right}))
             open(f"{of['--output-dir']}/finished", "w").close()
 
+    def make(wanted, folder, jobs, measure):
+        made.append((*wanted, folder, measure))
+
     monkeypatch.setattr(corners, "run_all", pretend)
-    monkeypatch.setattr(corners, "make", lambda wanted, *_, measure: made.extend(wanted))
+    monkeypatch.setattr(corners, "make", make)
     page = tmp_path / "when.md"
-    options = {"settings": ("center",), "seeds": (2, 4), "output": str(tmp_path)}
-    corners.main(**options, folder=str(tmp_path / "runs"), checkpoints="made")
-    assert {*made} == {("center", 1)}
+
+    def compare(*settings, folder="here", seeds=(2, 4)):
+        made.clear()
+        commands.clear()
+        corners.main(settings, seeds, str(tmp_path / folder), str(tmp_path))
+        return page.read_text()
+
+    with pytest.raises(UsageError, match="has no figures yet: name --settings"):
+        compare()
+    compare("center")
+    assert made == [(("center", 1), str(tmp_path / "here"), False)]
     rows = [line.split(" | ") for line in page.read_text().splitlines() if " ± 0" in line]
     assert [row[1] for row in rows[:2]] == ["VinePPO, K = 3", "GRPO, equal responses"]
     sizes = {row[1]: (row[2], row[3], row[4]) for row in rows}
@@ -380,11 +402,23 @@ def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
         monkeypatch.setattr("sys.argv", command)
         args = flags.parse(script.Args)
         flags.check(args, args.num_prompts * args.group_size)
-    commands.clear()
-    made.clear()
+        of = of_command(command)
+        assert of["--output-dir"].startswith(f"{tmp_path}/here/center-seed1/corners/")
+        assert of["--model"] == f"{tmp_path}/here/center-seed1/sft/hf"
     before = page.read_text()
-    corners.main(**options, folder=str(tmp_path / "elsewhere"), checkpoints="none")
-    assert not commands and not made and page.read_text() == before  # all of it is in the record
+    assert compare("center", folder="elsewhere") == before and not made and not commands
+    both = compare("steps4")  # the page keeps the other setting
+    assert made and all(row in both for row in before.splitlines() if row.startswith("| 8 op"))
+    (tmp_path / "when.md").unlink()
+    assert compare().count("| 4 operations | RLOO, equal tokens") == 1 and not made
+    compare("center", seeds=(2, 5))
+    assert made and not [c for c in commands if of_command(c)["--seed"] in "14"]  # one is new
+    changed = when.SETTINGS["base"]._replace(epochs=0.7)  # both start from it
+    monkeypatch.setitem(when.SETTINGS, "base", changed)
+    compare("center", folder="again")
+    assert made and "| 4 operations" not in page.read_text()
+    with open(tmp_path / "corners.json") as file:
+        assert {*json.load(file)} == {"center", "steps4"}  # nothing is lost
 
 
 def test_the_tree_that_is_measured_is_the_forks():
