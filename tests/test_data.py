@@ -1,5 +1,6 @@
 """The embedded task, files and prompts."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,13 +13,15 @@ import pytest
 import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+import evaluate
 import sft
 import vineppo
 from common import UsageError, data, engines
 from common.grading import RULES, grade
 from mathequal import extract_boxed, grade_boxed
+from recipes import sometimes
 from tasks import chain, mathematics
 from tests.conftest import ROOT, read_jsonl
 from tests.test_steps import make_bpe
@@ -177,6 +180,49 @@ def test_gsm8k_without_marker(tmp_path):
     write(tmp_path, '{"question": "q", "answer": "72"}\n')
     with pytest.raises(UsageError, match=r"train\.jsonl:1: the answer has no '####'"):
         data.load_problems("gsm8k", "train", str(tmp_path))
+
+
+def test_problems_that_are_right_sometimes(tmp_path, monkeypatch):
+    questions = [f"What is {i}?" for i in range(6)] + ["long " * 50]
+    rows = [{"question": text, "answer": f"so \u2028 {len(text)}\n#### 4"} for text in questions]
+    lines = [json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows]
+    write(tmp_path, "\ufeff" + "\n".join(lines))
+    write(tmp_path, "as it is\n", "test.jsonl")
+    every = [problem.prompt for problem in data.load_problems("gsm8k", "train", str(tmp_path))]
+    order = [next(i for i in range(7) if questions[i].strip() in prompt) for prompt in every]
+    rate_of = {0: 0.25, 1: 0.0, 2: 1.0, 3: 0.75, 4: 0.5, 5: 0.0}
+    scores = [rate_of[i] for i in order if i in rate_of]
+    made = {"task": "gsm8k", "data_dir": str(tmp_path), "split": "train", "max_model_len": 200}
+    args = dataclasses.asdict(evaluate.Args(**made))
+    rates, output = tmp_path / "rates.json", tmp_path / "new"
+    monkeypatch.setattr(engines, "load_tokenizer", lambda args: ByT5Tokenizer())
+    for other in ({"split": "test"}, {"task": "chain"}, {"data_dir": ""}):
+        rates.write_text(json.dumps({**args, **other, "scores": scores}))
+        with pytest.raises(UsageError, match="not of --split train and GSM8K or MATH from a"):
+            sometimes.main(str(rates), str(output))
+    rates.write_text(json.dumps({**args, "scores": scores}))
+    sometimes.main(str(rates), str(output))
+    assert (output / "train.jsonl").read_bytes() == "".join(lines[i] for i in (0, 3, 4)).encode()
+    assert (output / "test.jsonl").read_text() == "as it is\n"
+    with pytest.raises(UsageError, match="new exists already"):
+        sometimes.main(str(rates), str(output))
+    with pytest.raises(UsageError, match="nowhere: no such file"):
+        sometimes.main("nowhere", str(output))
+
+
+@needs_data
+def test_of_the_training_problems_only_the_validation_problems_stay(tmp_path, monkeypatch):
+    args = evaluate.Args(task="gsm8k", data_dir=GSM8K, split="train", max_model_len=200)
+    monkeypatch.setattr(engines, "load_tokenizer", lambda args: ByT5Tokenizer())
+    problems = data.load_problems("gsm8k", "train", GSM8K)
+    kept, _ = data.fit(args, problems, ByT5Tokenizer())
+    scores = [0.5, *[0.0] * (len(kept) - 1)]
+    (tmp_path / "rates").write_text(json.dumps({**dataclasses.asdict(args), "scores": scores}))
+    sometimes.main(str(tmp_path / "rates"), str(tmp_path / "new"))
+    assert data.load_problems("gsm8k", "train", str(tmp_path / "new")) == kept[:1]
+    for split in ("validation", "test"):
+        found = data.load_problems("gsm8k", split, str(tmp_path / "new"))
+        assert found == data.load_problems("gsm8k", split, GSM8K)
 
 
 def math_row(problem, solution, **fields):
