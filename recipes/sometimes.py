@@ -1,9 +1,10 @@
 """Keeps the training problems that a checkpoint gets right sometimes: neither never nor always.
 
-    python evaluate.py --model SFT --task gsm8k --data-dir GSM8K --split train --temperature 1 \
-        --rounds 4 --output rates.json
-    python -m recipes.sometimes rates.json runs/gsm8k-sometimes
-    python vineppo.py --model SFT --task gsm8k --data-dir runs/gsm8k-sometimes
+    python evaluate.py --model SFT --split train --temperature 1 --rounds 4 --output rates.json
+    python -m recipes.sometimes rates.json runs/sometimes
+    python vineppo.py --model SFT --data-dir runs/sometimes
+
+(the first with --task and --data-dir, the last with --task, too).
 
 Where all responses to a prompt have the same reward, nothing can be learnt from them: a checkpoint
 that is seldom right wastes most of its samples. Validation and test problems stay as they are.
