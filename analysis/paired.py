@@ -4,8 +4,8 @@
 
 The files are what `evaluate.py --output` writes; the first is what the others are compared with.
 pass@1 and difference have 95 % intervals, by a bootstrap over problems. A difference is taken
-problem by problem, so its interval leaves out that problems differ: it is narrower than the
-two of pass@1 suggest. It knows nothing of other training seeds.
+problem by problem, so how hard the problems are cancels out: its interval is narrower than the two
+of pass@1 suggest. It leaves out how training seeds differ.
 """
 
 import json

@@ -4,10 +4,11 @@
     python -m recipes.sometimes rates.json runs/sometimes
     python vineppo.py --model SFT --data-dir runs/sometimes
 
-(the first with --task and --data-dir, the last with --task, too).
+(the first with --task and --data-dir, the last with --task, both with the same limits of length).
 
-Where all responses to a prompt have the same reward, nothing can be learnt from them: a checkpoint
-that is seldom right wastes most of its samples. Validation and test problems stay as they are.
+Where all responses to a prompt have the same reward, GRPO and RLOO learn nothing from them. So from
+a checkpoint that is seldom right they waste most of their samples. Validation and test problems
+stay as they are.
 """
 
 import dataclasses
@@ -38,10 +39,15 @@ def main(
     known = found.get("split") == "train" and found["task"] in FIELDS and found["data_dir"]
     require(known, f"{rates}: not of --split train and GSM8K or MATH from a folder (--data-dir)")
     require(not os.path.exists(output), f"{output} exists already: remove it or name another")
+    for name in ("train", "test"):
+        file = f"{found['data_dir']}/{name}.jsonl"
+        require(os.path.exists(file), f"{file}: no such file")
     names = [field.name for field in dataclasses.fields(evaluate.Args)]
     args = evaluate.Args(**{name: found[name] for name in names})
     every = data.load_split(args, "train")
     tried, _ = data.fit(args, every, engines.load_tokenizer(args), args.num_problems or None)
+    same = len(tried) == len(found["scores"])
+    require(same, f"{rates} is of other problems than {args.data_dir}: run evaluate.py again")
     pairs = zip(tried, found["scores"], strict=True)
     kept = {problem.prompt for problem, score in pairs if 0 < score < 1}
     dropped = {problem.prompt for problem in every} - kept

@@ -200,7 +200,14 @@ def test_problems_that_are_right_sometimes(tmp_path, monkeypatch):
         rates.write_text(json.dumps({**args, **other, "scores": scores}))
         with pytest.raises(UsageError, match="not of --split train and GSM8K or MATH from a"):
             sometimes.main(str(rates), str(output))
+    rates.write_text(json.dumps({**args, "scores": scores[1:]}))
+    with pytest.raises(UsageError, match=r"rates.json is of other problems than .*: run evaluate"):
+        sometimes.main(str(rates), str(output))
     rates.write_text(json.dumps({**args, "scores": scores}))
+    os.rename(tmp_path / "test.jsonl", tmp_path / "apart")
+    with pytest.raises(UsageError, match=r"test\.jsonl: no such file"):
+        sometimes.main(str(rates), str(output))
+    os.rename(tmp_path / "apart", tmp_path / "test.jsonl")
     sometimes.main(str(rates), str(output))
     assert (output / "train.jsonl").read_bytes() == "".join(lines[i] for i in (0, 3, 4)).encode()
     assert (output / "test.jsonl").read_text() == "as it is\n"
