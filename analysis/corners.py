@@ -172,16 +172,17 @@ def main(
     jobs: int = min(2, os.cpu_count() or 1),
 ) -> None:
     os.makedirs(output, exist_ok=True)
+    path = f"{output}/corners.json"
+    record = update_record(path, {})
     bar = tqdm(unit="run", smoothing=0)
     for setting in settings:
-        made = {"made_for": made_for(setting), "seeds": [*seeds]}
-        known = update_record(f"{output}/corners.json", {}).get(setting, {})
+        made, known = {"made_for": made_for(setting), "seeds": [*seeds]}, record.get(setting, {})
         if known | made != known:
             made |= {"machine": describe_machine(), **compare(setting, seeds, folder, jobs, bar)}
-            update_record(f"{output}/corners.json", {setting: made})
+            record = update_record(path, {setting: made})
     bar.close()
-    record = current(update_record(f"{output}/corners.json", {}))
-    require(record, f"{output}/corners.json has no figures yet: name --settings")
+    record = current(record)
+    require(record, f"{path} has no figures yet: name --settings")
     write({name: record[name] for name in SETTINGS if name in record}, f"{output}/when.md")
 
 

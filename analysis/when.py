@@ -340,22 +340,20 @@ def main(
     wanted = [(name, seed) for name in settings if name != BASE for seed in seeds]
     wanted = [(name, seed) for name, seed in wanted if f"{name}-seed{seed}" not in known]
     make(wanted, folder, jobs)
+    new = {}
     for name, seed in wanted:
         with open(f"{folder}/{name}-seed{seed}/worth.json") as file:
             report = json.load(file)
         made = {"made_for": made_for(name), "machine": describe_machine(), "report": report}
-        known |= {f"{name}-seed{seed}": made}
-        update_record(path, {f"{name}-seed{seed}": made})
+        new[f"{name}-seed{seed}"] = made
+    update_record(path, new)
+    known |= new
     require(known, f"{path} has no figures yet: name a seed, as in --seeds 1")
-    ordered = [
-        (name, known[key])
-        for name in SETTINGS
-        for key in sorted(known)
-        if key.startswith(f"{name}-seed")
-    ]
     found: dict[str, list[dict]] = {}
-    for name, one in ordered:
-        found.setdefault(name, []).append(one["report"])
+    for name in SETTINGS:
+        of = [one["report"] for key, one in sorted(known.items()) if key.startswith(f"{name}-seed")]
+        if of:
+            found[name] = of
     before = {name: expect(SETTINGS[name]) for name in found}
     machines = sorted({one["machine"] for one in known.values()})
     text = f"""{START}

@@ -513,5 +513,5 @@ def test_figures_without_runs(tmp_path, study):
     assert "Traceback" not in result.stderr
     (tmp_path / "results.json").write_text('{"start": 0.1}')  # one for all seeds
     with pytest.raises(UsageError, match="is of an older version: remove"):
-        main = figures.main if study == "figures" else ablations.main
-        main(figures.Args(folder=str(tmp_path)))
+        module = figures if study == "figures" else ablations
+        module.main(module.Args(folder=str(tmp_path)))
