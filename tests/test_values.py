@@ -515,3 +515,7 @@ def test_figures_without_runs(tmp_path, study):
     with pytest.raises(UsageError, match="is of an older version: remove"):
         module = figures if study == "figures" else ablations
         module.main(module.Args(folder=str(tmp_path)))
+    found = {"starts": [], "best": {"grpo": 6e-5}, "paths": {"grpo": []}, "seeds": []}
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    with pytest.raises(UsageError, match=f"{tmp_path} lacks runs of "):
+        module.main(module.Args(folder=str(tmp_path)))
