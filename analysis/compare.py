@@ -426,6 +426,7 @@ def write_results(
     header += ["thousand tokens sampled", f"seconds for {EPISODES} episodes"]
     command = f"python -m analysis.compare --seeds {' '.join(map(str, seeds))}"
     command += "" if grid else " --no-grid"
+    command += "" if {*curves} == {*METHODS} else f" --methods {' '.join(curves)}"
     of_seeds = f"Seed {seeds[0]} alone: no interval"
     if len(seeds) > 1:
         of_seeds = f"The mean over seeds {', '.join(map(str, seeds))}; ±: half of a 95 % interval"

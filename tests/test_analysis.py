@@ -222,13 +222,13 @@ def test_results_keep_what_is_written_around_them(tmp_path):
     assert "the same seed:\nPPO 0.83, never (never: " in page  # GRPO never gets there
     assert "takes, as shares of PPO's: steps 0.83, 0.67; seconds 0.83, 0.67.\n" in page
     assert "(test pass@1\n0.150 (0.100 to 0.200)), from which" in page
-    assert "over seeds 1, 2; ±" in page and "--seeds 1 2`" in page
+    assert "over seeds 1, 2; ±" in page and "--seeds 1 2 --methods vineppo ppo grpo`" in page
     page = page.replace("# The methods, compared", "# Mine") + "end\n"
     (tmp_path / "results.md").write_text(page)
     compare.write_results(str(tmp_path), *arguments, True)
     assert (tmp_path / "results.md").read_text() == page
-    one = {method: runs[1:] for method, runs in curves.items()}
-    test = {method: scores[1:] for method, scores in test.items()}
+    one = {m: runs[1:] for m, runs in made_up_curves((*compare.METHODS,)).items()}
+    best, test = dict.fromkeys(one, 0.1), {method: [0.8] for method in one}
     compare.write_results(str(tmp_path), one, best, test, [0.1], (2,), 2, False)
     page = (tmp_path / "results.md").read_text()
     assert "Seed 2 alone: no interval.\n" in page and "--seeds 2 --no-grid`" in page
