@@ -2,7 +2,7 @@
 # make test      all tests (about five minutes)      make soak   the long trials     make quick   without engines
 # make compare   every method, a grid of learning rates, three seeds; hours
 # make compare-quick   one seed at the scripts' own learning rates; a quarter of an hour
-# make figures   value accuracy, K, temperature, from the runs of either of these; two hours
+# make figures   value accuracy, K, temperature, from the runs of either of these; three hours
 # make diff A=ppo B=vineppo   two scripts side by side, as a page; any pair of them
 # make bench     where an iteration's time goes, and against TRL; half an hour
 # make gpu-check tests that need a GPU; ten minutes
