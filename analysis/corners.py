@@ -9,12 +9,14 @@ The tables in docs/when.md have all settings of docs/corners.json, each made on 
 VinePPO runs with K = 3 and its defaults, at its best learning rate. GRPO and RLOO get, for each
 budget, the best rate and the best number of prompts of an iteration (PROMPTS): more prompts of
 fewer iterations, or fewer of more. Where a best rate is at an edge of RATES, they are extended
-there. All is chosen on seed 1; the table has the seeds behind it. All start from the setting's SFT
-checkpoint of seed 1, so the intervals leave out what differs between checkpoints.
+there. All is chosen on the seeds TUNING (on one alone, RLOO got a rate that is bad on others); the
+table has the seeds behind it. All start from the setting's SFT checkpoint of seed 1, so the
+intervals leave out what differs between checkpoints.
 """
 
 import math
 import os
+import statistics
 from typing import NamedTuple
 
 import tyro
@@ -38,6 +40,7 @@ from common import require
 START, END = "<!-- corners -->", "<!-- end of corners -->"
 RATES = (6e-5, 1.2e-4, 2.4e-4)
 PROMPTS = (8, 32)
+TUNING = (1, 7)
 ITERATIONS, GROUP = 10, 8  # of VinePPO: 10 iterations of 8 x 8 responses
 EVALUATION = ["--eval-problems", "250", "--eval-rounds", "4", "--keep-checkpoints", "1"]
 
@@ -100,24 +103,27 @@ def measure_cost(folder: str) -> dict[str, float]:
 def compare(setting: str, seeds: tuple[int, ...], where: str, jobs: int, bar: tqdm) -> dict:
     """What docs/corners.json has of a setting: rows of the two tables."""
 
+    def tuned(run: Run) -> float:
+        return statistics.mean(score(run._replace(seed=seed), where) for seed in TUNING)
+
     def tune(sizes: list[Run]) -> tuple[Run, list[Run]]:
         """(The best of these at any learning rate, all that were tried)."""
         rates = list(RATES)
         while True:
             runs = [run._replace(rate=rate) for run in sizes for rate in rates]
-            train(runs, where, jobs, bar)
-            best = max(runs, key=lambda run: score(run, where))
+            train([r._replace(seed=seed) for r in runs for seed in TUNING], where, jobs, bar)
+            best = max(runs, key=tuned)
             if not extend(rates, best.rate):
                 return best, runs
 
     make([(setting, 1)], where, jobs, measure=False)
     os.makedirs(f"{where}/{setting}-seed1/corners", exist_ok=True)
-    ours, tried = tune([Run(setting, "vineppo", 8, ITERATIONS, 0.0, 1)])
+    ours, tried = tune([Run(setting, "vineppo", 8, ITERATIONS, 0.0, TUNING[0])])
     chosen, cost = {("vineppo", "responses"): ours}, measure_cost(ours.folder(where))
     for method in ("grpo", "rloo"):
         for budget, times in cost.items():
             sizes = [(p, math.ceil(8 * ITERATIONS * times / p)) for p in PROMPTS]
-            best, runs = tune([Run(setting, method, *size, 0.0, 1) for size in sizes])
+            best, runs = tune([Run(setting, method, *size, 0.0, TUNING[0]) for size in sizes])
             chosen[method, budget] = best
             tried += runs
     finals = {k: [run._replace(seed=seed) for seed in seeds] for k, run in chosen.items()}
@@ -128,7 +134,7 @@ def compare(setting: str, seeds: tuple[int, ...], where: str, jobs: int, bar: tq
         row = {"label": label, "size": runs[0].size(), "rate": runs[0].rate}
         rows.append(row | {"times": cost[budget], "scores": [score(r, where) for r in runs]})
     for run in dict.fromkeys(run._replace(rate=0.0) for run in tried):
-        of_rate = {r.rate: score(r, where) for r in tried if r._replace(rate=0.0) == run}
+        of_rate = {r.rate: tuned(r) for r in tried if r._replace(rate=0.0) == run}
         tuning.append({"label": NAMES[run.method], "size": run.size(), "by rate": of_rate})
     return {"rows": rows, "tuning": tuning}
 
@@ -152,11 +158,11 @@ def write(record: dict[str, dict], output: str) -> None:
     header = [*first, "learning rate", "times the responses", "pass@1"]
     text = f"""{START}
 Written by `python -m analysis.corners`. {"; ".join(machines)}; seeds
-{"; ".join(seeds)}: mean ± half of a 95 % interval (Student's t) of the last pass@1 on 250
-validation problems, 4 responses each, all from one SFT checkpoint of each setting.
+{"; ".join(seeds)}: last pass@1 (250 validation problems, 4 responses each), ± half of a 95 %
+interval.
 
 {table(header, rows)}
-How they were chosen: pass@1 by learning rate, seed 1.
+Chosen by the mean of seeds {", ".join(map(str, TUNING))}, by learning rate:
 
 {table([*first, *(f"{rate:.2g}" for rate in rates)], grid)}{END}
 """

@@ -208,7 +208,7 @@ def count_words(path: str) -> int:
 def test_pages_stay_short():
     pages = {*glob.glob("docs/*.md", root_dir=ROOT)} - {"docs/walkthrough.md", "docs/when.md"}
     assert count_words("README.md") <= 700
-    assert count_words("docs/when.md") <= 700
+    assert count_words("docs/when.md") <= 850
     assert sum(map(count_words, pages)) <= 7500
 
 

@@ -365,6 +365,8 @@ def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
             best = 4.8e-4 if command[0] == "rloo.py" else 1.2e-4
             right = 0.5 - 1e3 * abs(float(of["--learning-rate"]) - best)
             right += 0.01 * int(of["--num-prompts"]) + 0.001 * int(of["--seed"])
+            if of["--learning-rate"] == "6e-05":  # lucky on one of the seeds that choose
+                right += {"1": 0.1, "7": -0.1}.get(of["--seed"], 0.0)
             with open(f"{of['--output-dir']}/metrics.jsonl", "w") as file:
                 file.write(json.dumps({**last, "iteration": 1, "eval/pass@1": right}))
             open(f"{of['--output-dir']}/finished", "w").close()
@@ -394,9 +396,9 @@ def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
     assert sizes["RLOO, equal seconds"] == ("7 x 256", "0.00048", "2.5")  # rather more
     assert sizes["GRPO, equal tokens"] == ("15 x 256", "0.00012", "6.0")
     assert rows[1][5].startswith("0.823 ± ")
-    tuning = "| RLOO | 60 x 64 | 0.161 | 0.221 | 0.341 | 0.581 | 0.101 |"
+    tuning = "| RLOO | 60 x 64 | 0.164 | 0.224 | 0.344 | 0.584 | 0.104 |"
     assert tuning in page.read_text()
-    assert "| GRPO | 60 x 64 | 0.521 | 0.581 | 0.461 |  |  |" in page.read_text()
+    assert "| GRPO | 60 x 64 | 0.524 | 0.584 | 0.464 |  |  |" in page.read_text()
     for command in commands:  # each can be given to its script
         script = importlib.import_module(command[0].removesuffix(".py"))
         monkeypatch.setattr("sys.argv", command)
@@ -412,7 +414,7 @@ def test_the_others_get_as_much_as_vineppo_and_are_tuned(tmp_path, monkeypatch):
     (tmp_path / "when.md").unlink()
     assert compare().count("| 4 operations | RLOO, equal tokens") == 1 and not made
     compare("center", seeds=(2, 5))
-    assert made and not [c for c in commands if of_command(c)["--seed"] in "14"]  # one is new
+    assert made and not [c for c in commands if of_command(c)["--seed"] in "147"]  # one is new
     changed = when.SETTINGS["base"]._replace(epochs=0.7)  # both start from it
     monkeypatch.setitem(when.SETTINGS, "base", changed)
     compare("center", folder="again")
