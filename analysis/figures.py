@@ -188,8 +188,9 @@ critic, fitted {fit["epochs"]} times to exact values of {fit["responses"]:,} res
 iteration {middle}, explains {learnt["explained"]:.0%} of their variance on other prompts,
 {learnt["within"]:.0%} of what is left within a response.
 
-*Explained variance*: 1 - Var(truth - estimate) / Var(truth); negative: worse than a constant. *Within
-problems*: around each problem's means; last column: that of exact values, as the truth is noisy.
+*Explained variance*: 1 - Var(truth - estimate) / Var(truth); negative: worse than a constant.
+*Within problems*: around each problem's means; last column: that of exact values, as the truth is
+noisy.
 
 ![Predicted against true values](values.png)
 
