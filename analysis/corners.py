@@ -162,7 +162,7 @@ Written by `python -m analysis.corners`. {"; ".join(machines)}; seeds
 interval.
 
 {table(header, rows)}
-Chosen by the mean of seeds {", ".join(map(str, TUNING))}, by learning rate:
+How they were chosen: pass@1 by learning rate, mean of seeds {", ".join(map(str, TUNING))}.
 
 {table([*first, *(f"{rate:.2g}" for rate in rates)], grid)}{END}
 """

@@ -189,8 +189,8 @@ iteration {middle}, explains {learnt["explained"]:.0%} of their variance on othe
 {learnt["within"]:.0%} of what is left within a response.
 
 *Explained variance*: 1 - Var(truth - estimate) / Var(truth); negative: worse than a constant.
-*Within problems*: around each problem's means; last column: that of exact values, as the truth is
-noisy.
+*Within problems*: the same around each problem's means. Last column: that of exact values; the
+truth is noisy.
 
 ![Predicted against true values](values.png)
 
