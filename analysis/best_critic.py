@@ -6,7 +6,8 @@ policy that stays as it is, so that it alone learns.
 Every run is one of ppo.py from its seed's SFT checkpoint, with its defaults but for what the
 table names (more epochs are more for the policy, too). analysis/values.py asks the last checkpoint.
 The best settings, by the explained variance within problems, are chosen on seed 1; the table shows
-other seeds, which are asked about other states.
+other seeds, which are asked about other states. (Ten times the responses are tried with the default
+number of epochs only: eight would take hours more.)
 """
 
 import json
@@ -25,19 +26,18 @@ from common import require
 from recipes.demo import make_launcher, make_sft
 
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-EPOCHS = (2, 8)
-KINDS = {  # name: (the policy's learning rate, iterations)
-    "policy trained": (ppo.Args.learning_rate, 20),
-    "policy fixed": (1e-12, 20),  # in all steps of a run a weight moves by less than 1e-8
-    "policy fixed, ten times the responses": (1e-12, 200),
+KINDS = {  # name: (the policy's learning rate, iterations, epochs to try)
+    "policy trained": (ppo.Args.learning_rate, 20, (2, 8)),
+    "policy fixed": (1e-12, 20, (2, 8)),  # in all steps of a run a weight moves by less than 1e-8
+    "policy fixed, ten times the responses": (1e-12, 200, (2,)),
 }
-PROMPTS, STATES = 64, 256
+PROMPTS, STATES, TRUTH = 64, 256, 64  # TRUTH: rollouts from a state
 
 
 def run_of(kind: str, rate: float, epochs: int, seed: int) -> tuple:
     """Method, learning rate, seed and flags, for `analysis.compare.plan`. (Of a flag that is given
     twice the last counts.)"""
-    policy_rate, iterations = KINDS[kind]
+    policy_rate, iterations, _ = KINDS[kind]
     flags = ["--critic-learning-rate", f"{rate:g}", "--update-epochs", str(epochs)]
     flags += ["--num-iterations", str(iterations), "--save-every", "20", "--eval-every", "0"]
     return "ppo", policy_rate, seed, *flags, "--keep-checkpoints", "1"
@@ -50,14 +50,15 @@ def measure(runs: dict[tuple, str], last: int, jobs: int, bar: tqdm) -> list[dic
     for (_, _, seed, *_), path in runs.items():
         command = ["-m", "analysis.values", "--run", path, "--iterations", str(last)]
         command += ["--num-prompts", str(PROMPTS), "--num-states", str(STATES)]
-        commands[f"{path}/values.log"] = [*command, "--num-actions", "0", "--seed", str(seed)]
+        command += ["--truth", str(TRUTH), "--num-actions", "0", "--seed", str(seed)]
+        commands[f"{path}/values.log"] = command
     run_all(commands, jobs, bar)
     for path in runs.values():
         with open(f"{path}/values/iteration_{last:06d}.json") as file:
             states = json.load(file)["states"]
         of = values.measure([s["truth"] for s in states], [s["ppo"] for s in states])
         within = values.within_problems(states, "ppo")
-        ceiling = values.ceilings(states, values.Args.truth)[1]
+        ceiling = values.ceilings(states, TRUTH)[1]
         found.append({"overall": of["explained"], "within": within, "ceiling": ceiling})
     return found
 
@@ -80,15 +81,16 @@ def main(
 
     default = ppo.Args.critic_learning_rate, ppo.Args.update_epochs
     rows, tuning = [], []
-    for kind, (_, iterations) in KINDS.items():
-        grid = [(rate, epochs) for epochs in EPOCHS for rate in RATES]
+    for kind, (_, iterations, of_kind) in KINDS.items():
+        grid = [(rate, epochs) for epochs in of_kind for rate in RATES]
         tried = [of["within"] for of in score(kind, grid, (1,))]
-        for i, epochs in enumerate(EPOCHS):
+        for i, epochs in enumerate(of_kind):
             of_rate = [f"{x:.2f}" for x in tried[i * len(RATES) : (i + 1) * len(RATES)]]
             tuning.append([kind, str(epochs), *of_rate])
         tried = [-math.inf if math.isnan(x) else x for x in tried]  # of a policy that collapsed
         responses = iterations * ppo.Args.num_prompts * ppo.Args.group_size
-        for setting in dict.fromkeys([default, grid[tried.index(max(tried))]]):
+        best = grid[tried.index(max(tried))]
+        for setting in [best] if rows else dict.fromkeys([default, best]):
             of_seeds = score(kind, [setting], seeds)
             names = "overall", "within", "ceiling"
             figures = [interval([of[name] for of in of_seeds], ".2f") for name in names[:2]]
@@ -100,8 +102,8 @@ def main(
     text = f"""<!-- critic -->
 Written by `python -m analysis.best_critic`. {describe_machine()}; seeds
 {", ".join(map(str, seeds))}, each from its own SFT checkpoint: mean ± half of a 95 % interval
-(Student's t), {STATES} states of {PROMPTS} training problems each. Rows with ppo.py's
-defaults, and with the best of the grid below (if it is another).
+(Student's t), {STATES} states of {PROMPTS} training problems each; truth: {TRUTH} rollouts.
+First ppo.py's defaults, then the best of each grid below.
 *Within problems*: explained variance after each problem's mean is removed. (After 12,800 responses
 the critic has seen 1,600 of the 4,000 problems that it is asked about.)
 
