@@ -1,7 +1,7 @@
 """Does PPO's critic fail, or do its settings? It gets other learning rates, more epochs, and a
 policy that stays as it is, so that it alone learns.
 
-    python -m analysis.best_critic               docs/results.md; hours, and it can be stopped
+    python -m analysis.best_critic               docs/results.md; 100 minutes, resumable
 
 Every run is one of ppo.py from its seed's SFT checkpoint, with its defaults but for what the
 table names (more epochs are more for the policy, too). analysis/values.py asks the last checkpoint.
@@ -14,6 +14,7 @@ import json
 import math
 import os
 import statistics
+import time
 
 import torch
 import tyro
@@ -100,15 +101,13 @@ def main(
     bar.close()
     header = ["", "responses", "critic's learning rate", "epochs", "explained variance"]
     text = f"""<!-- critic -->
-Written by `python -m analysis.best_critic`. {describe_machine()}; seeds
-{", ".join(map(str, seeds))}, each from its own SFT checkpoint: mean ± half of a 95 % interval
-(Student's t), {STATES} states of {PROMPTS} training problems each; truth: {TRUTH} rollouts.
-First ppo.py's defaults, then the best of each grid below.
-*Within problems*: explained variance after each problem's mean is removed. (After 12,800 responses
-the critic has seen 1,600 of the 4,000 problems that it is asked about.)
+Written by `python -m analysis.best_critic`, {time.strftime("%Y-%m-%d")}, on {describe_machine()}.
+Seeds {", ".join(map(str, seeds))}, ± as above; {STATES} states of {PROMPTS} training problems each,
+truth: {TRUTH} rollouts (the columns are explained [below](#the-papers-findings-beside-ours)).
+First ppo.py's defaults, then the best of each grid. *Policy fixed*: only the critic learns.
 
 {table([*header, "within problems", "that of exact values"], rows)}
-Within problems, by the critic's learning rate, seed 1:
+The grids: within problems, by the critic's learning rate, seed 1.
 
 {table(["", "epochs", *(f"{rate:g}" for rate in RATES)], tuning)}<!-- end of critic -->
 """
