@@ -82,10 +82,10 @@ def main(
 
     default = ppo.Args.critic_learning_rate, ppo.Args.update_epochs
     rows, tuning = [], []
-    for kind, (_, iterations, of_kind) in KINDS.items():
-        grid = [(rate, epochs) for epochs in of_kind for rate in RATES]
+    for kind, (_, iterations, epochs_tried) in KINDS.items():
+        grid = [(rate, epochs) for epochs in epochs_tried for rate in RATES]
         tried = [of["within"] for of in score(kind, grid, (1,))]
-        for i, epochs in enumerate(of_kind):
+        for i, epochs in enumerate(epochs_tried):
             of_rate = [f"{x:.2f}" for x in tried[i * len(RATES) : (i + 1) * len(RATES)]]
             tuning.append([kind, str(epochs), *of_rate])
         tried = [-math.inf if math.isnan(x) else x for x in tried]  # of a policy that collapsed
