@@ -102,8 +102,9 @@ def main(
     header = ["", "responses", "critic's learning rate", "epochs", "explained variance"]
     text = f"""<!-- critic -->
 Written by `python -m analysis.best_critic`, {time.strftime("%Y-%m-%d")}, on {describe_machine()}.
-Seeds {", ".join(map(str, seeds))}, ± as above; {STATES} states of {PROMPTS} training problems each,
-truth: {TRUTH} rollouts (the columns are explained [below](#the-papers-findings-beside-ours)).
+Seeds {", ".join(map(str, seeds))}, ± as above;
+{STATES} states ({PROMPTS} training problems) per run, truth: {TRUTH} rollouts
+(the columns are explained [below](#the-papers-findings-beside-ours)).
 First ppo.py's defaults, then the best of each grid. *Policy fixed*: only the critic learns.
 
 {table([*header, "within problems", "that of exact values"], rows)}

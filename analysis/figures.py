@@ -182,15 +182,16 @@ Written by `python -m analysis.figures`, {time.strftime("%Y-%m-%d")}, on {descri
 Means over seeds {", ".join(map(str, seeds))}, ± as above. Values at iteration {last}:
 
 {of_values}
-VinePPO's error on the states of PPO's runs: {at_last(elsewhere, "mae")}. Best next step found:
+VinePPO's error on PPO's states: {at_last(elsewhere, "mae")}.
+Best next step, all iterations:
 {describe_actions(found, "vineppo")}, {describe_actions(found, "ppo")}. PPO's
 critic, fitted {fit["epochs"]} times to exact values of {fit["responses"]:,} responses of VinePPO's
 iteration {middle}, explains {learnt["explained"]:.0%} of their variance on other prompts,
 {learnt["within"]:.0%} of what is left within a response.
 
 *Explained variance*: 1 - Var(truth - estimate) / Var(truth); negative: worse than a constant.
-*Within problems*: the same around each problem's means. Last column: that of exact values; the
-truth is noisy.
+*Within problems*: the same around each problem's means. Last column: what
+exact values have there; the truth is noisy.
 
 ![Predicted against true values](values.png)
 

@@ -466,7 +466,7 @@ def test_figures_of_constructed_runs(tmp_path, monkeypatch):
     (of_rloo,) = (line for line in text.splitlines() if line.startswith("| RLOO (on GRPO's runs)"))
     assert of_rloo.endswith("| 0.25 | 0.00 | 0.26 | 0.00 | 0.85 |")  # it knows the problem alone
     assert "| PPO | 0.40 | 0.00 | 1.00 | 1.00 | 0.85 |" in text
-    assert "on the states of PPO's runs: 0.21." in text
+    assert "on PPO's states: 0.21." in text
     assert "VinePPO 100% of 4 states (chance 33%), PPO 0% of 2 states (chance 33%)" in text
     assert "fitted 2 times to exact values of 6,400" in text and "explains 50% of" in text
     assert "on other prompts,\n30% of what is left within a response." in text
