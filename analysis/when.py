@@ -84,6 +84,7 @@ SETTINGS = {
     "lost": Setting("mistakes stay", slip=0.25, lost=True),
 }
 LENGTHS = ("steps4", "center", "steps16", "steps32")
+LEARNED = 0.9  # of its responses are chains; otherwise SFT failed, and exact values are not its own
 
 
 # ---- making --------------------------------------------------------------------------------------
@@ -349,17 +350,21 @@ def main(
     update_record(path, new)
     known |= new
     require(known, f"{path} has no figures yet: name a seed, as in --seeds 1")
+    not_learned = [key for key, one in known.items() if one["report"]["chains"] < LEARNED]
     found: dict[str, list[dict]] = {}
     for name in SETTINGS:
-        of = [one["report"] for key, one in sorted(known.items()) if key.startswith(f"{name}-seed")]
+        keys = sorted(key for key in known if key.startswith(f"{name}-seed"))
+        of = [known[key]["report"] for key in keys if key not in not_learned]
         if of:
             found[name] = of
     before = {name: expect(SETTINGS[name]) for name in found}
     machines = sorted({one["machine"] for one in known.values()})
     text = f"""{START}
-Written by `python -m analysis.when` from [when.json](when.json). {"; ".join(machines)}. Mean ± half
-of a 95 % interval over SFT seeds (of one seed, ± a standard error). By a line: through 1 / W of
-exact values, K = 1 and K = 3.
+Written by `python -m analysis.when` from [when.json](when.json).
+{"; ".join(machines)}.
+Mean ± half of a 95 % interval over SFT seeds (of one seed, ± a standard error). By a line: through
+1 / W of exact values, K = 1 and K = 3. Left out (under 90 % of the responses are chains):
+{", ".join(sorted(not_learned)) or "none"}.
 
 {make_tables(found, before)}{END}
 """

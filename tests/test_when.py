@@ -344,6 +344,13 @@ def test_what_was_measured_is_kept_for_the_next_seeds(tmp_path, monkeypatch):
         draw("again")
     assert (tmp_path / "docs/when.json").read_text() == kept  # whoever changes it back has them
     assert draw("again", 2) == before and made == [("center", 2)]
+    report = make_report(3) | {"chains": 0.8}  # SFT did not teach it: its values are no chain's
+    when.update_record(
+        str(tmp_path / "docs/when.json"),
+        {"center-seed3": {"made_for": when.made_for("center"), "machine": "", "report": report}},
+    )
+    assert draw("again", 2, 3) == before and not made
+    assert "are chains):\ncenter-seed3." in page.read_text()
 
 
 def of_command(command: list[str]) -> dict[str, str]:
