@@ -79,7 +79,7 @@ SETTINGS = {
     "right9": Setting("few mistakes", slip=0.1),
     "weak25": Setting("a quarter of facts weak", weak=0.25, slip=0.5),
     "weak100": Setting("all facts weak", weak=1.0, slip=0.25),
-    "words0": Setting("no filler words", words=0),
+    "words0": Setting("no filler words", words=0, epochs=0.72),
     "words3": Setting("three times as many", words=3),
     "lost": Setting("mistakes stay", slip=0.25, lost=True),
 }
