@@ -329,6 +329,7 @@ def test_your_own_problems_may_have_boxed_answers(tmp_path):
         data.load(args, "train")
 
 
+@needs_data
 def test_what_would_mix_the_splits_is_refused(tmp_path):
     train, test = (read_jsonl(f"{MATH}/{name}.jsonl") for name in ("train", "test"))
 
